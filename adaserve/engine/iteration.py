@@ -54,7 +54,8 @@ class Iteration:
     def emitted(self) -> list[list[int]]:
         """Accepted tokens and the bonus of each row."""
         got = self.copy.read()
-        return [row[: count + 1] for row, count in zip(got["emitted"].tolist(), got["count"], strict=True)]
+        rows, counts = got["emitted"].tolist(), got["count"].tolist()
+        return [row[: count + 1] for row, count in zip(rows, counts, strict=True)]
 
     def accepted(self) -> np.ndarray:
         """bool [T]: verified tokens on the accepted paths, roots included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class RequestState:
         self.decoded += len(tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodeRows:
     """The n requests of one decode iteration. ``L`` (seq_lens) counts cached tokens without the root."""
 
@@ -60,12 +61,12 @@ class DecodeRows:
     def __len__(self) -> int:
         return len(self.states)
 
-    @property
+    @cached_property
     def roots(self) -> np.ndarray:
         """int64 [n]: the token every tree hangs from, the last one that is known and not cached."""
         return np.array([s.generated[-1] for s in self.states], np.int64)
 
-    @property
+    @cached_property
     def keys(self) -> np.ndarray:
         """uint64 [n]: of the requests' noise."""
         return np.array([s.key for s in self.states], np.uint64)
@@ -76,15 +77,14 @@ def temperature_of(params: Any) -> float:
     return 0.0 if params.top_k == 1 else float(params.temperature)
 
 
-def max_tree_depth(req: Any, state: RequestState) -> int:
-    """Deepest useful node that is allowed: 0 for requests whose logits depend on more than their own
-    tokens."""
+def max_tree_depth(req: Any, state: RequestState, remaining: int) -> int:
+    """Deepest useful node that is allowed: 0 for requests whose logits depend on more than their own tokens.
+    ``remaining``: tokens that may still be generated."""
     if req.custom_logit_processor is not None or req.to_finish is not None:
         return 0
     if req.grammar is not None and not (is_live(req.grammar) and can_walk(req.grammar)):
         return 0
-    useful = max(0, remaining_tokens(req, state) - 1)
-    return useful if state.speculation is None else min(useful, state.speculation)
+    return remaining - 1 if state.speculation is None else min(remaining - 1, state.speculation)
 
 
 def remaining_tokens(req: Any, state: RequestState) -> int:
@@ -108,7 +108,8 @@ def running_batch(
     lengths: OutputLengths,
 ) -> RunningBatch:
     """The policy's view of the batch. ``deepest``: levels that a request's KV window has room for."""
-    remaining = np.array([remaining_tokens(r, s) for r, s in zip(reqs, states, strict=True)], np.int64)
+    each = [(r, s, remaining_tokens(r, s)) for r, s in zip(reqs, states, strict=True)]
+    remaining = np.array([left for _, _, left in each], np.int64)
     likely = None
     if lengths or any(s.osl is not None for s in states):
         expected = [expected_tokens(s, lengths) for s in states]
@@ -121,9 +122,7 @@ def running_batch(
         decoded_tokens=np.array([s.decoded for s in states], np.int64),
         context_tokens=seq_lens,
         remaining_tokens=remaining,
-        max_depth=np.array(
-            [min(deepest, max_tree_depth(r, s)) for r, s in zip(reqs, states, strict=True)], np.int64
-        ),
+        max_depth=np.array([min(deepest, max_tree_depth(*one)) for one in each], np.int64),
         temperature=np.array([temperature_of(r.sampling_params) for r in reqs]),
         likely_tokens=likely,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,9 @@ from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.source import Drafting, KeepDrafting, TreeSource
 from adaserve.engine.state import DecodeRows
-from adaserve.engine.trees.attention import indptr
 from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, depth_and_column, tree_shape
+from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, laid_out, tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.scheduler.interface import MODEL, CandidateTrees, IterationPlan
 from adaserve.sharpening import DraftSharpening
@@ -36,7 +36,6 @@ class _Searched:
     """The search whose outcome is not known yet."""
 
     pool_rows: frozenset[int]
-    shape: TreeShape
     ready: Ready
 
 
@@ -84,18 +83,19 @@ class BeamSource(TreeSource):
         """The draft has the KV of the root and of every node it expanded: all but the last level."""
         searched, self._searched = self._searched, None
         expanded = 0 if searched is None else searched.ready().steps - 1
-        path = np.flatnonzero(accepted)
-        made = verified.is_root | verified.drafted.get(self._number, False)
-        ours = (made[path] & (verified.depth[path] <= expanded)).tolist()
-        ends = np.searchsorted(verified.row[path], np.arange(len(rows)), side="right").tolist()
-        tokens, start = verified.tokens[path].tolist(), 0
-        for row, end in zip(rows.pool_rows.tolist(), ends, strict=True):
+        path = accepted.nonzero()[0]
+        depth, tokens = verified.depth[path], verified.tokens[path].tolist()
+        made = depth == 0
+        starts = made.nonzero()[0].tolist()
+        if (drafted := verified.drafted.get(self._number)) is not None:
+            made |= drafted[path]
+        ours, pool_rows = (made & (depth <= expanded)).tolist(), rows.pool_rows.tolist()
+        for row, start, end in zip(pool_rows, starts, [*starts[1:], len(path)], strict=True):
             known = 0
             if searched is not None and row in searched.pool_rows:
                 known = [*ours[start:end], False].index(False)
             self.cache.advanced(row, tokens[start:end], known)
-            start = end
-        self.cache.find_holes(rows.pool_rows.tolist())
+        self.cache.find_holes(pool_rows)
 
     def finished(self, pool_row: int, unheard: bool) -> None:
         self.cache.finished(pool_row, unheard)
@@ -108,15 +108,16 @@ class BeamSource(TreeSource):
         shape = fitting_shape(plan, rows, active, self._max_nodes)
         if shape is None:
             return None
-        forward, pool_rows = self._forward, rows.pool_rows[active]
-        self.cache.find_holes(pool_rows.tolist())
+        search = search_for(self.sharpening, rows, active, shape)
+        pool_rows = search.pool_rows.tolist()
+        self.cache.find_holes(pool_rows)
         caught_up = self._catch_up(pool_rows)
         gap = self._left_out(plan, rows.seq_lens, active)
-        first = self.cache.first_batch(pool_rows, rows.roots[active], shape.width, gap)
+        first = self.cache.first_batch(search.pool_rows, search.base, rows.roots[active], shape.width, gap)
         asking = asking_for(keep, plan, active, len(rows))
-        ready = forward.search(first, search_for(self.sharpening, rows, active, shape), asking)
+        ready = cache(self._forward.search(first, search, asking))
         self.cache.drafted(pool_rows)
-        self._searched = _Searched(frozenset(pool_rows.tolist()), shape, ready)
+        self._searched = _Searched(frozenset(pool_rows), ready)
         first_level = None if asking is None else asking.first_level
         return Drafting(lambda: self._proposal(shape, active, ready(), len(rows)), caught_up, first_level)
 
@@ -125,21 +126,23 @@ class BeamSource(TreeSource):
         return left_out(plan, cached, active)
 
     def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
-        made = proposal(shape, active, beams, n, MODEL << self._number)
-        return Proposal(made.trees, made.column, made.width, {self._number: made.column})
+        return proposal(shape, active, beams, n, self._number)
 
-    def _catch_up(self, pool_rows: np.ndarray) -> Run | None:
+    def _catch_up(self, pool_rows: Sequence[int]) -> Run | None:
         """Separate from the first step, so that the policy does not count it as the cost of drafting."""
         room = self._forward.first_tokens
         most = MOST_PENDING if room is None else room - 1
+        if not (late := self.cache.late(pool_rows, most)):
+            return None
         start = self._device.mark()
-        return (start, self._device.mark()) if self.cache.catch_up(pool_rows, most) else None
+        self.cache.catch_up(late)
+        return start, self._device.mark()
 
 
 def drafted_rows(plan: IterationPlan, rows: DecodeRows) -> np.ndarray:
     """int64 [a]: the rows that are drafted for."""
     may = rows.running.max_depth > 0
-    return np.flatnonzero(may if plan.drafting is None else may & plan.drafting)
+    return (may if plan.drafting is None else may & plan.drafting).nonzero()[0]
 
 
 def fitting_shape(
@@ -159,18 +162,23 @@ def fitting_shape(
 
 def search_for(sharpening: DraftSharpening, rows: DecodeRows, active: np.ndarray, shape: TreeShape) -> Search:
     """A search over the rows ``active``, whose logits are read by ``sharpening``."""
-    temperature = rows.running.temperature[active]
-    read = sharpening.reading if rows.noisy else sharpening.alone
-    scale, spread = read(temperature)
+    scale, spread = _reading(sharpening, rows.noisy, rows.running.temperature[active].tobytes())
     return Search(
         shape=shape,
         base=rows.seq_lens[active],
         pool_rows=rows.pool_rows[active],
-        scale=scale.astype(np.float32),
-        spread=spread.astype(np.float32),
+        scale=scale,
+        spread=spread,
         keys=rows.keys[active],
         forbid=None if rows.grammars is None else rows.grammars.forbid(active),
     )
+
+
+@lru_cache(maxsize=64)
+def _reading(sharpening: DraftSharpening, noisy: bool, temperatures: bytes) -> list[np.ndarray]:
+    """float32 [a] each, not to be written: how the logits of requests of these temperatures are read."""
+    read = sharpening.reading if noisy else sharpening.alone
+    return [values.astype(np.float32) for values in read(np.frombuffer(temperatures))]
 
 
 def left_out(plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
@@ -181,21 +189,22 @@ def left_out(plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap
     return Gap(plan.draft_sinks, length) if length.any() else None
 
 
-def proposal(shape: TreeShape, active: np.ndarray, beams: Beams, n: int, source: int = MODEL) -> Proposal:
-    """The candidates of a search over the rows ``active`` of n, and the bit of who made it."""
+def proposal(
+    shape: TreeShape, active: np.ndarray, beams: Beams, n: int, number: int | None = None
+) -> Proposal:
+    """The candidates of a search over the rows ``active`` of n. ``number``: of the draft model that has their
+    KV."""
     nodes = shape.start[beams.steps]
-    counts = np.zeros(n, np.int64)
-    counts[active] = nodes
-    depth, column = depth_and_column(shape, beams.steps, len(active))
+    row_start, depth, column = laid_out(shape, beams.steps, n, active.tobytes())
     trees = CandidateTrees(
-        row_start=indptr(counts),
+        row_start=row_start,
         token=beams.tokens[:, :nodes].ravel(),
         parent=beams.parents[:, :nodes].ravel(),
         depth=depth,
         logprob=beams.logprobs[:, :nodes].ravel(),
-        source=None if source == MODEL else np.full(counts.sum(), source),
+        source=np.full(len(depth), MODEL << number) if number else None,
     )
-    return Proposal(trees, column, shape.width)
+    return Proposal(trees, column, shape.width, {} if number is None else {number: column})
 
 
 class Asking:

@@ -92,19 +92,18 @@ class DraftCache:
             if prompt.iterations:
                 del self._exchangeable[row]
 
-    def catch_up(self, pool_rows: np.ndarray, most_pending: int) -> bool:
-        """Feeds requests with more than ``most_pending`` missed tokens all of these; whether there were any.
+    def late(self, pool_rows: Sequence[int], most_pending: int) -> list[int]:
+        """Requests with more than ``most_pending`` missed tokens.
 
         Rare: after iterations without a draft, and for prompts that were prefilled without one.
         """
-        late = [row for row in pool_rows.tolist() if len(self._held[row].pending) > most_pending]
-        if not late:
-            return False
-        held = [self._held[row] for row in late]
-        self.feed(late, [h.length for h in held], [h.pending for h in held])
-        for h in held:
-            h.length, h.pending = h.length + len(h.pending), []
-        return True
+        return [row for row in pool_rows if len(self._held[row].pending) > most_pending]
+
+    def catch_up(self, pool_rows: Sequence[int]) -> None:
+        """Feeds requests all that they have missed."""
+        held = [self._held[row] for row in pool_rows]
+        self.feed(pool_rows, [h.length for h in held], [h.pending for h in held])
+        self.drafted(pool_rows)
 
     def feed(self, pool_rows: Sequence[int], starts: Sequence[int], tokens: Sequence[list[int]]) -> None:
         """Causal forwards over cached tokens, as large as the model takes them."""
@@ -137,27 +136,33 @@ class DraftCache:
         )
 
     def first_batch(
-        self, pool_rows: np.ndarray, roots: np.ndarray, width: int, gap: Gap | None = None
+        self,
+        pool_rows: np.ndarray,
+        base: np.ndarray,
+        roots: np.ndarray,
+        width: int,
+        gap: Gap | None = None,
     ) -> TreeBatch:
         """The first step of a search: what the draft has not seen of each request, and the root.
 
-        ``width``: columns of the window, which the whole search has in its list of keys. ``gap``: what the
-        whole search leaves out; it ends before the tokens that the draft has not seen.
+        ``base`` int64 [n]: cached tokens. ``width``: columns of the window, which the whole search has in its
+        list of keys. ``gap``: what the whole search leaves out; it ends before the tokens that the draft has
+        not seen.
         """
-        held = [self._held[row] for row in pool_rows.tolist()]
-        base = np.array([h.length + len(h.pending) for h in held], np.int64)
-        texts = [[*h.pending, root] for h, root in zip(held, roots.tolist(), strict=True)]
+        pending = [self._held[row].pending for row in pool_rows.tolist()]
+        if not any(pending):
+            return TreeBatch.roots(roots, pool_rows, base, width, gap)
+        texts = [[*missed, root] for missed, root in zip(pending, roots.tolist(), strict=True)]
         q_lens = np.array([len(t) for t in texts], np.int64)
         tokens = np.array([t for text in texts for t in text], np.int64)
-        if int(q_lens.max()) > 1:
-            return TreeBatch.causal(tokens, pool_rows, base + 1 - q_lens, q_lens, gap)
-        return TreeBatch.roots(tokens, pool_rows, base, width, gap)
+        return TreeBatch.causal(tokens, pool_rows, base + 1 - q_lens, q_lens, gap)
 
-    def drafted(self, pool_rows: np.ndarray) -> None:
+    def drafted(self, pool_rows: Sequence[int]) -> None:
         """A search has fed the draft all that was pending. The root's KV is there, but not committed yet."""
-        for row in pool_rows.tolist():
+        for row in pool_rows:
             held = self._held[row]
-            held.length, held.pending = held.length + len(held.pending), []
+            if held.pending:
+                held.length, held.pending = held.length + len(held.pending), []
 
     def advanced(self, pool_row: int, tokens: list[int], known: int) -> None:
         """``tokens`` were committed, the root first; the draft has the KV of the first ``known``."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.engine.device import Beams
-from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.sources.beam import BeamSource, proposal
 from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import TreeShape
@@ -36,4 +36,4 @@ class HeadSource(BeamSource):
 
     def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
         """Candidates of which it keeps no KV."""
-        return replace(super()._proposal(shape, active, beams, n), drafted={})
+        return proposal(shape, active, beams, n)

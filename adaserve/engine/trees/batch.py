@@ -45,7 +45,7 @@ class TreeBatch:
     @property
     def row(self) -> np.ndarray:
         """int64 [T]: request of each token."""
-        return np.repeat(np.arange(len(self.q_lens)), self.q_lens)
+        return np.arange(len(self.q_lens)).repeat(self.q_lens)
 
     @staticmethod
     def causal(
@@ -56,8 +56,8 @@ class TreeBatch:
         gap: Gap | None = None,
     ) -> TreeBatch:
         """Tokens that follow one another in their texts: row r's stand from ``starts[r]`` on."""
-        first = np.cumsum(q_lens) - q_lens
-        at = np.arange(len(tokens)) + np.repeat(starts - first, q_lens)
+        first = q_lens.cumsum() - q_lens
+        at = np.arange(len(tokens)) + (starts - first).repeat(q_lens)
         kv_lens = without_gap(starts + q_lens, gap)
         return TreeBatch(tokens, at, at, pool_rows, q_lens, kv_lens, gap=gap)
 

@@ -55,10 +55,18 @@ def tree_shape(depth: int, width: int, branching: tuple[int, ...] | None) -> Tre
 
 
 @lru_cache(maxsize=256)
-def depth_and_column(shape: TreeShape, steps: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [rows * nodes] each, not to be written: of all nodes that ``steps`` make for so many rows."""
-    nodes = shape.start[steps]
-    made = shape.depth[:nodes], shape.columns[:nodes]
-    depth, column = (np.tile(values, rows) for values in made)
-    depth.flags.writeable = column.flags.writeable = False
-    return depth, column
+def laid_out(
+    shape: TreeShape, steps: int, n: int, active: bytes
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of all nodes that ``steps`` make for the rows ``active`` (int64) of n, not to be written: where each
+    row's begin, int64 [n + 1], depths and columns, int64 [rows * nodes] each."""
+    rows, nodes = np.frombuffer(active, np.int64), shape.start[steps]
+    row_start = np.zeros(n + 1, np.int64)
+    row_start[1 + rows] = nodes
+    found = (
+        row_start.cumsum(),
+        *(np.tile(values[:nodes], len(rows)) for values in (shape.depth, shape.columns)),
+    )
+    for values in found:
+        values.flags.writeable = False
+    return found

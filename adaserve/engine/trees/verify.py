@@ -37,16 +37,16 @@ class VerifyBatch:
 
     batch: TreeBatch
     tree: np.ndarray
-    """int64 [4 + deepest, T]: tokens, depths (0 for roots), rows of the request pool, then each token's way up:
-    its own index in this batch, its parent's, and so on. Roots are their own parents."""
+    """int64 [4 + deepest, T]: tokens, depths (0 for roots), rows of the request pool, then each token's way
+    up: its own index in this batch, its parent's, and so on. Roots are their own parents."""
     row: np.ndarray  # int64 [T]: row of each token
     root: np.ndarray  # int64 [n]: index of each row's root
     node: np.ndarray  # int64 [T - n]: candidate that stands at each non-root token, in token order
     drafted: Mapping[int, np.ndarray]  # bool [T]: nodes that each draft model made, by its number
     places: np.ndarray
-    """int64 [2 + models, T]: where the tokens' KV belongs if they are accepted, which is at their positions; and
-    where it is in the pools of the target and of the models in ``drafted``, there or later. What a pool does not
-    have stands where it would be committed, so that nothing moves."""
+    """int64 [2 + models, T]: where the tokens' KV belongs if they are accepted, which is at their positions;
+    and where it is in the pools of the target and of the models in ``drafted``, there or later. What a pool
+    does not have stands where it would be committed, so that nothing moves."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -176,8 +176,8 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
 
 
 def _place(t: Tensors, accepted: Tensor, stride: int) -> Tensor:
-    """int64 [T]: a token's place among ``2 * stride`` of its row, counted from the end: accepted ones by depth in
-    the second half, all others in the first. ``stride``: more than any depth."""
+    """int64 [T]: a token's place, counted from the end, among ``2 * stride`` of its row. Accepted ones stand
+    in the second half, by depth, and all others in the first. ``stride``: more than any depth."""
     return torch.add(t["tree"][1], accepted, alpha=-stride)
 
 
