@@ -63,10 +63,8 @@ def laid_out(
     rows, nodes = np.frombuffer(active, np.int64), shape.start[steps]
     row_start = np.zeros(n + 1, np.int64)
     row_start[1 + rows] = nodes
-    found = (
-        row_start.cumsum(),
-        *(np.tile(values[:nodes], len(rows)) for values in (shape.depth, shape.columns)),
-    )
+    depth, column = (np.tile(values[:nodes], len(rows)) for values in (shape.depth, shape.columns))
+    found = row_start.cumsum(), depth, column
     for values in found:
         values.flags.writeable = False
     return found

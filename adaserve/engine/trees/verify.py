@@ -129,7 +129,7 @@ def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyB
         width = proposal.width
         seen = np.zeros((len(row), width), np.bool_)
         seen[:, 0] = seen[own, held[tree[3:-1]]] = True
-    drafted = {}
+    drafted: dict[int, np.ndarray] = {}
     for number, there in proposal.drafted.items():
         column = there[node]
         made = column > 0
