@@ -81,8 +81,7 @@ class DraftCache:
 
     def find_holes(self, pool_rows: Sequence[int]) -> None:
         """Takes back what the draft has of prompts whose slots were exchanged for some that have holes."""
-        rows = [row for row in pool_rows if row in self._exchangeable]
-        if not rows:
+        if not self._exchangeable or not (rows := [row for row in pool_rows if row in self._exchangeable]):
             return
         lengths = [min(self._exchangeable[row].length, self._held[row].length) for row in rows]
         for row, length, start in zip(rows, lengths, self._held_lengths(rows, lengths), strict=True):

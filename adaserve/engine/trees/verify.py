@@ -121,24 +121,33 @@ def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyB
         for below, higher in pairwise(above):
             higher[:] = below[parent]
 
-    places = np.zeros((2 + len(proposal.drafted), len(row)), np.int64)
-    positions, held, *models = places
-    positions[:], held[at] = depth, proposal.column[node]
+    places, drafted = _places(proposal, node, at, depth)
     width, seen = 1, None
     if above:
         width = proposal.width
         seen = np.zeros((len(row), width), np.bool_)
-        seen[:, 0] = seen[own, held[tree[3:-1]]] = True
-    drafted: dict[int, np.ndarray] = {}
-    for number, there in proposal.drafted.items():
+        seen[:, 0] = seen[own, places[1][tree[3:-1]]] = True
+    places += rows.seq_lens[row]
+    kv_lens = rows.seq_lens + width
+    batch = TreeBatch(tokens, places[0], places[1], rows.pool_rows, q_lens, kv_lens, seen)
+    return VerifyBatch(batch, tree, row, root, node, drafted, places)
+
+
+def _places(
+    proposal: Proposal, node: np.ndarray, at: np.ndarray, depth: np.ndarray
+) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """``VerifyBatch.places``, counted from each row's root, and ``drafted``. The candidates ``node`` stand at
+    the tokens ``at``."""
+    places = np.zeros((2 + len(proposal.drafted), len(depth)), np.int64)
+    places[0], places[1][at] = depth, proposal.column[node]
+    drafted = {}
+    for held, (number, there) in zip(places[2:], proposal.drafted.items(), strict=True):
         column = there[node]
         made = column > 0
-        models[len(drafted)][at] = np.where(made, column, depths)
-        drafted[number] = np.zeros(len(row), np.bool_)
+        held[at] = np.where(made, column, depth[at])
+        drafted[number] = np.zeros(len(depth), np.bool_)
         drafted[number][at] = made
-    places += rows.seq_lens[row]
-    batch = TreeBatch(tokens, positions, held, rows.pool_rows, q_lens, rows.seq_lens + width, seen)
-    return VerifyBatch(batch, tree, row, root, node, drafted, places)
+    return places, drafted
 
 
 @dataclass(frozen=True, slots=True)

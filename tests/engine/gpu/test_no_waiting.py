@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaserve.engine import transfer
+from adaserve.engine.clock import HostMark
 from adaserve.engine.gpu import attention, device, model, noise
 from adaserve.engine.gpu.device import GpuDevice
 from adaserve.engine.gpu.graphs import EagerGraph
@@ -128,6 +129,17 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.launches <= MOST_LAUNCHES[policy]
     assert len(uploads) == 2 + drafted, f"for each graph, and for the walk behind the last one: {uploads}"
     assert "inputs" in uploads[-2] and "root" in uploads[-1], "the walk's need not be there before"
+
+
+def test_marks_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is read late, that takes no time that would have to be known."""
+    run, marks = Run("adaserve", overlap=True), []
+    run.step()
+    monkeypatch.setattr(device, "mark", lambda device: marks.append(HostMark()) or marks[-1])
+    run.step()
+    assert run.loop._arriving is not None
+    noted = run.loop._arriving.marks
+    assert marks == [noted.start, noted.drafted, noted.selected, noted.accepted] and not noted.caught_up
 
 
 def test_kv_moves_behind_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
