@@ -38,8 +38,9 @@ from adaserve.loadgen.results import (
 from adaserve.loadgen.schedule import Schedule, build_schedule, plan_figures
 from adaserve.slo.metrics import INTERRUPTED
 
-_LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+_LOCUST = (sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py")))
 _STOP_S = 60.0  # more than Locust's processes give each other
+_START_S = 60.0
 
 
 def run_bench(
@@ -69,7 +70,8 @@ def run_bench(
     if summary is None:
         if code is None:
             raise KeyboardInterrupt
-        raise LoadgenError(f"the load test ended with code {code} before it sent anything:\n{_log_tail(out)}")
+        said = _tail((out / "locust.log").read_text(encoding="utf-8", errors="replace"))
+        raise LoadgenError(f"the load test ended with code {code} before it sent anything:\n{said}")
     return summary
 
 
@@ -82,9 +84,20 @@ def refuse_what_ended_early(summary: Mapping[str, Any]) -> None:
         raise LoadgenError(KILLED)
 
 
+def why_not_loaded() -> str | None:
+    """What Locust says where it cannot load the load generator, as ``run_bench`` starts it; None where it
+    can."""
+    try:
+        done = subprocess.run(
+            [*_LOCUST, "--list"], capture_output=True, text=True, timeout=_START_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it was not loaded within {_START_S:.0f} s"
+    return _tail(done.stdout + done.stderr) if done.returncode else None
+
+
 def _command(out: Path, processes: int) -> list[str]:
-    command = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--headless", "--only-summary"]
-    command += ["--skip-log-setup"]
+    command = [*_LOCUST, "--headless", "--only-summary", "--skip-log-setup"]
     command += ["--bench-config", str(out / "config.yaml"), "--results", str(out), "--bench-checked"]
     if processes > 1:
         command += ["--processes", str(processes)]
@@ -190,9 +203,10 @@ def _summary(out: Path, config: BenchConfig, schedule: Schedule, why_not: str) -
     return write_summary(out, config.warmup_s, plan_figures(config, schedule), [why_not])
 
 
-def _log_tail(out: Path) -> str:
-    lines = (out / "locust.log").read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-5:])
+def _tail(log: str) -> str:
+    """Without what Locust says of every run, which ends with its statistics."""
+    lines = [line for line in log.splitlines() if line.strip() and " INFO " not in line]
+    return "\n".join(lines[-5:]) or "it printed nothing"
 
 
 COLUMNS = (

@@ -7,10 +7,17 @@ do not matter: the schedule decides what is sent when.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import gevent
 from locust import User, events, task
+
+if sys.flags.safe_path and os.getcwd() in sys.path:
+    # Locust puts the working directory first. In the repository's root its folder adaserve/, which may lack
+    # the load generator, would be found before the installed package.
+    sys.path.remove(os.getcwd())
 
 from adaserve.loadgen import locust_hooks
 

@@ -32,6 +32,7 @@ from adaserve.bench.gpu_check.findings import CheckPlan, Findings, resume
 from adaserve.bench.gpu_check.servers import ADASERVE, OWN, PLAIN, Pair, serving, spec_of
 from adaserve.bench.gpu_check.targets import outside_share, targets
 from adaserve.bench.gpu_check.traces import summary
+from adaserve.loadgen.errors import LoadgenError
 from adaserve.pair.widen import Width
 from adaserve.server import ServerError
 
@@ -361,6 +362,15 @@ def test_a_failing_stage_does_not_cost_the_next(tmp_path: Path, started: list[Fa
     assert runs[4:] == ["dies", "fails"] and report["failed"] == {} and len(report["done"]) == 4
     again = json.loads((tmp_path / "gpu-check.json").read_text())
     assert again["done"] == report["done"] and again["dry_run"]
+
+
+def test_what_a_process_printed_is_part_of_the_reason(tmp_path: Path, started: list[FakeServer]) -> None:
+    def stage(_: FakeServer) -> None:
+        raise LoadgenError("the load test ended with code 1:\nline 5\n  import x\nNo module named 'x'")
+
+    report = check(tmp_path, {f"{ADASERVE}:mixed": stage})
+    reason = "LoadgenError: the load test ended with code 1: line 5; import x; No module named 'x'"
+    assert report["failed"] == {f"{ADASERVE}:mixed": reason}
 
 
 def test_servers_that_die_at_once_take_no_time_from_others(tmp_path: Path, started: list[FakeServer]) -> None:

@@ -100,7 +100,9 @@ def test_no_compiler(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_facts_say_what_that_means() -> None:
     found = {"tools": {"nvcc": "/n", "ninja": None, "c++": "/c"}, "cuda_home": {"missing": ["cublasLt.h"]},
              "triton": {"cc": "/g", "headers": None},
+             "load_generator": "Traceback:\n  ...\nNo module named 'x'",
              "cuda": {}, "disk_free_gb": 90}  # fmt: skip
-    compilers, triton = remedies(found)
+    compilers, triton, load = remedies(found)
     assert compilers.startswith("cublasLt.h, ninja missing: SGLang") and "ATTENTION=triton" in compilers
     assert "Python.h" in triton
+    assert load.startswith("mixed will fail") and load.endswith("Traceback: ... No module named 'x'")

@@ -18,10 +18,14 @@ import numpy as np
 import psutil
 import pytest
 from fake_server import Fake, running_fake
+from rich.console import Console
 from typer.main import get_command
 
+import adaserve
 from adaserve.cli import app
+from adaserve.loadgen import bench as bench_module
 from adaserve.loadgen.agreement import agreement_rows
+from adaserve.loadgen.bench import run_bench, why_not_loaded
 from adaserve.loadgen.config import BenchConfig, Endpoint, from_mapping
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
@@ -184,6 +188,40 @@ def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
         assert process.wait(30) == 1
     assert len(list(iter_records(out))) >= 20
     assert "killed" in (out / "summary.json").read_text()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_folder_of_the_same_name_is_not_the_package(processes: int, tmp_path: Path) -> None:
+    """As in a clone's root, where adaserve/ lacks the load generator. Locust looks there first."""
+    (tmp_path / "adaserve").mkdir()
+    (tmp_path / "adaserve/__init__.py").touch()
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(Path(adaserve.__file__).parents[1])}
+    loaded = "from adaserve.loadgen.bench import why_not_loaded; print(why_not_loaded())"
+    with running_fake(token_ms=5) as fake:
+        args = ("--duration", "2", "--rps", "8", "--output-tokens", "10", "--baseline-ms", "20", "--out", "r")
+        line = ("bench", "serve", "--url", fake.url, *args, "--processes", str(processes))
+        done = run(*line, cwd=tmp_path, env=env)
+    assert done.returncode in (0, 1), done.stderr
+    assert json.loads((tmp_path / "r/summary.json").read_text())["requests"] > 5
+    checked = [sys.executable, "-c", loaded]
+    assert subprocess.check_output(checked, cwd=tmp_path, env=env, text=True) == "None\n"
+
+
+def test_what_locust_said_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it ends before there is a record."""
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_package\n")
+    monkeypatch.setattr(bench_module, "_LOCUST", (*bench_module._LOCUST[:-1], str(broken)))
+    why = why_not_loaded()
+    assert why is not None and why.endswith("No module named 'no_such_package'")
+    config = BenchConfig(baseline_ms=20, duration_s=20)
+    with pytest.raises(LoadgenError, match=r"code 1 before it sent anything:\n(?s:.*)'no_such_package'"):
+        run_bench(config, tmp_path / "r", console=Console(quiet=True), checked=True)
+    broken.write_text("raise SystemExit(1)\n")
+    assert why_not_loaded() == "it printed nothing"
+    form = "[2026-11-27 09:30:08,198] {} locust.main: {}\n"
+    log = form.format("ERROR", "no") + "".join(form.format("INFO", f"- statistics {i}") for i in range(9))
+    assert bench_module._tail(log) == form.format("ERROR", "no").strip()
 
 
 def finished(out: Path) -> int:

@@ -411,6 +411,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ServerError):
         said = [line for line in lines if not line.startswith("(full log")]
         return "; ".join(said[1:] or said)[-MOST_SAID:]
+    if isinstance(error, UserError) and lines[1:]:  # then what a process printed before it ended
+        lines[0] += f" {'; '.join(lines[1:])[-MOST_SAID:]}"
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from adaserve.bench.gpu_check.toolkit import toolkit
 from adaserve.host import describe_host
+from adaserve.loadgen.bench import why_not_loaded
 
 TOOLS = ("nvcc", "ninja", "c++", "nvidia-smi")
 COMPILERS = TOOLS[:3]
@@ -38,6 +39,7 @@ def facts(folder: Path, links: Path) -> dict[str, Any]:
         "packages": packages(),
         "cutlass": importlib.util.find_spec("cutlass") is not None,
         "cuda_home": toolkit(links).to_json(),
+        "load_generator": why_not_loaded() or "loads",
         "disk_free_gb": round(shutil.disk_usage(folder).free / 1e9, 1),
     }
     return {**found, "cuda": _cuda()}
@@ -56,6 +58,8 @@ def remedies(found: dict[str, Any]) -> list[str]:
         said.append("Triton compiles with gcc, clang or CC, and with Python.h: no server runs without")
     if found["cuda"] is None:
         said.append("PyTorch sees no GPU: only --device cpu will run")
+    if (why := found["load_generator"]) != "loads":
+        said.append(f"mixed will fail, since the load generator does not load: {' '.join(why.split())}")
     if found["disk_free_gb"] < PAIR_GB:
         said.append(f"less than {PAIR_GB} GB free: without a large pair that is made already, PAIR=small")
     return said
