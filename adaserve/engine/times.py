@@ -14,9 +14,8 @@ class Times:
     def __init__(self) -> None:
         self.last_end_s = 0.0
         """When the latest decode iteration was over."""
-        self._sums = dict.fromkeys(
-            ("decode_s", "iterations", "prefill_s", "prefills", "target_s", "draft_s", "loop_s", "loops"), 0.0
-        )
+        names = "decode_s iterations prefill_s prefills target_s draft_s loop_s loop_models_s loops"
+        self._sums = dict.fromkeys(names.split(), 0.0)
         self.has_prefilled = True
         """Whether there was a prefill since then."""
 
@@ -30,12 +29,16 @@ class Times:
         sums = self._sums
         sums["decode_s"] += outcome.total_s
         sums["iterations"] += 1
-        if not outcome.prefilled:  # loops: decode iterations in a row, from end to end
+        of_model = [sum(start.seconds_until(end) for start, end in forwards) for forwards in runs]
+        sums["target_s"] += of_model[0]
+        sums["draft_s"] += sum(of_model[1:])
+        # Loops: decode iterations in a row, from end to end. What a draft reads in prefills is among the runs
+        # of the next iteration, whose loop does not count.
+        if not outcome.prefilled:
             sums["loop_s"] += outcome.since_last_s
+            sums["loop_models_s"] += sum(of_model)
             sums["loops"] += 1
         self.has_prefilled, self.last_end_s = False, outcome.end_s
-        for name, of_model in zip(("target_s", *("draft_s" for _ in runs[1:])), runs, strict=True):
-            sums[name] += sum(start.seconds_until(end) for start, end in of_model)
 
     def report(self) -> dict[str, float]:
         """A copy of the sums, by name."""

@@ -130,7 +130,7 @@ def test_tpot_is_measured_on_text_that_loops_least(tmp_path: Path, monkeypatch: 
 
 def findings() -> Findings:
     clean = {"requests": 2, "identical": 2, "ties": 0, "different": []}
-    spent = {"iterations": 10.0, "target_s": 0.7, "draft_s": 0.28, "loops": 5.0, "loop_s": 0.5}
+    spent = {"loop_models_s": 0.49, "loop_s": 0.5}
     goodput = {"priced": 90.0, "adaserve": 110.0, OWN[0]: 100.0, OWN[1]: 99.0}
     mixed = {
         "0.5": {"priced": {"token_goodput": 5.0}},
@@ -258,20 +258,17 @@ def test_a_dry_run_claims_no_speed() -> None:
 
 def test_speed_is_asked_of_the_default_policy_first() -> None:
     found = findings()
-    found.details["priced"] = {
-        32: {"iterations": 1.0, "target_s": 0.6, "draft_s": 0.3, "loops": 1.0, "loop_s": 1.0}
-    }
+    found.details["priced"] = {32: {"loop_models_s": 0.9, "loop_s": 1.0}}
     found.tpot_ms["priced"] = {1: 3.0}
     values = [t["value"] for t in targets(found, PLAN)]
     assert values[1] == pytest.approx(3.3333) and values[4] == pytest.approx(0.1)
 
 
 def test_the_share_outside_is_taken_over_the_whole_loop() -> None:
-    """Also the time between iterations, which the worker does not see; iterations after a prefill have no
-    loop time and count for the models alone."""
-    spent = {"decode_s": 8.0, "iterations": 100.0, "target_s": 6.0, "draft_s": 1.0, "loops": 50.0}
+    """Also the time between iterations, which the worker does not see."""
+    spent = {"decode_s": 3.0, "target_s": 9.0, "draft_s": 9.0, "loop_models_s": 3.5, "loops": 50.0}
     assert outside_share({**spent, "loop_s": 5.0}) == pytest.approx(0.3)
-    assert outside_share({**spent, "loops": 0.0, "loop_s": 0.0}) is None and outside_share(None) is None
+    assert outside_share({**spent, "loop_s": 0.0}) is None and outside_share(None) is None
 
 
 class FakeServer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch
 from adaserve.engine import worker as module
 from adaserve.engine.times import Times
 from adaserve.engine.worker import AdaServeWorker
+from adaserve.scheduler.interface import IterationOutcome
 
 
 def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,20 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.M
     AdaServeWorker._prefill(worker, batch, None)
     assert order == ["forward", "settle"]
     assert told == [0.25, 0.25] and worker.loop.times.report()["prefill_s"] == 0.25
+
+
+def test_model_time_of_loops_is_without_prefills() -> None:
+    """A draft reads prompts, too, between two iterations."""
+
+    def runs(seconds: float) -> list[Any]:
+        return [(SimpleNamespace(seconds_until=lambda end: end - 1.0), 1.0 + seconds)]
+
+    times = Times()
+    after = SimpleNamespace(total_s=0.04, since_last_s=0.5, prefilled=True, end_s=1.0)
+    times.decoded(cast(IterationOutcome, after), [runs(0.01), runs(0.3)])
+    in_a_row = SimpleNamespace(total_s=0.04, since_last_s=0.05, prefilled=False, end_s=1.05)
+    times.decoded(cast(IterationOutcome, in_a_row), [runs(0.01), runs(0.02) * 2])
+    said = times.report()
+    assert (said["iterations"], said["loops"]) == (2.0, 1.0)
+    assert said["target_s"] == pytest.approx(0.02) and said["draft_s"] == pytest.approx(0.34)
+    assert said["loop_s"] == pytest.approx(0.05) and said["loop_models_s"] == pytest.approx(0.05)

@@ -60,11 +60,10 @@ def targets(found: Findings, plan: CheckPlan, dry: bool = False) -> list[dict[st
 
 def outside_share(spent: dict[str, float] | None) -> float | None:
     """Share of the time from one decode iteration's end to the next one's in which neither model runs:
-    SGLang's own work and the gaps around it count."""
-    if not spent or not spent.get("loops") or not spent.get("iterations"):
+    SGLang's own work and the gaps around it count. Of the same iterations, none of them after a prefill."""
+    if not spent or not spent.get("loop_s"):
         return None
-    models_s = (spent["target_s"] + spent["draft_s"]) / spent["iterations"]
-    return 1.0 - models_s / (spent["loop_s"] / spent["loops"])
+    return 1.0 - spent["loop_models_s"] / spent["loop_s"]
 
 
 def _outputs_of(policies: Sequence[str]) -> list[str]:
