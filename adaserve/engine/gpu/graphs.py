@@ -119,18 +119,14 @@ class GraphTable:
         self._is_closed = True
 
     def _make(self, key: Any, function: Callable[[], Any]) -> Graph:
-        before, start_s = _used_bytes(), time.perf_counter()
+        # What the device lacks more than before may be another process's.
+        before, start_s = torch.cuda.memory_reserved(), time.perf_counter()
         graph = CapturedGraph(function)
         self.report.graphs += 1
         self.report.seconds += time.perf_counter() - start_s
-        self.report.bytes += max(0, _used_bytes() - before)
+        self.report.bytes += max(0, torch.cuda.memory_reserved() - before)
         self.report.keys.append(str(key))
         return graph
-
-
-def _used_bytes() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)
 
 
 class Ranks(Protocol):

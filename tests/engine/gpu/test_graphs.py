@@ -90,6 +90,24 @@ def test_graphs_end_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert captured == [3, 2] and ran == [3, 2, 1, 3]
 
 
+def test_memory_of_graphs_is_this_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may take some of the device's meanwhile."""
+    reserved = free = 90 << 30
+
+    def capture(function: Any) -> EagerGraph:
+        nonlocal reserved, free
+        reserved, free = reserved + 3000, free - (20 << 30)
+        return EagerGraph(function)
+
+    monkeypatch.setattr("adaserve.engine.gpu.graphs.CapturedGraph", capture)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 140 << 30))
+    table = GraphTable(capture=True)
+    for key in (1, 2):
+        table.get(key, lambda: None)
+    assert (table.report.graphs, table.report.bytes) == (2, 6000)
+
+
 def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may hold a kernel, and a capture in which one is unloaded fails."""
     utils, session = "sglang.srt.model_executor.runner_utils", nullcontext(SimpleNamespace(stream=None))
