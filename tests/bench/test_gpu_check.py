@@ -29,7 +29,7 @@ from adaserve.bench.gpu_check.answers import Answer, Pace
 from adaserve.bench.gpu_check.check import Check, Sections, StageError
 from adaserve.bench.gpu_check.cli import _costs, _plan
 from adaserve.bench.gpu_check.findings import CheckPlan, Findings, resume
-from adaserve.bench.gpu_check.servers import ADASERVE, OWN, PLAIN, Pair, serving, spec_of
+from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Pair, serving, spec_of
 from adaserve.bench.gpu_check.targets import outside_share, targets
 from adaserve.bench.gpu_check.traces import summary
 from adaserve.loadgen.errors import LoadgenError
@@ -71,8 +71,9 @@ def test_client(url: str) -> None:
     assert [a.output_ids for a in given] == [(6, 7, 8), (11, 12, 13)]
     assert given[0].margins == pytest.approx((0.0, 1.0, 0.0))
     assert all(a.seconds > 0 for a in given)
-    pace = answers.pace(url, [[5]] * 4, 9)
+    pace = answers.pace(url, [[5]] * 4, 9, answers.first_s(url, [[5]] * 4))
     assert isinstance(pace.ms, float) and pace.accept_length == 2.0
+    assert answers.pace(url, [[5]], 9, first_s=100.0).ms == pytest.approx(-100.0 / 8 * 1e3, rel=0.01)
 
 
 def test_outputs_are_compared_with_mercy_for_ties(tmp_path: Path) -> None:
@@ -107,11 +108,12 @@ def test_tpot_is_measured_on_text_that_loops_least(tmp_path: Path, monkeypatch: 
     """On the same prompts for all servers, with or without outputs to choose by."""
     asked: list[list[list[int]]] = []
 
-    def pace(_: str, prompts: list[list[int]], __: int) -> Pace:
+    def pace(_: str, prompts: list[list[int]], *__: Any) -> Pace:
         asked.append(prompts)
         return Pace(1.0)
 
     monkeypatch.setattr(answers, "pace", pace)
+    monkeypatch.setattr(answers, "generate", lambda *_: [Answer((), 1.0)])
     loops, text = Answer((1, 2) * 32, 1.0), Answer(tuple(range(64)), 1.0)
     made = Check(Pair("t", "d", "cpu"), CheckPlan(batches=(8,), rounds=4), tmp_path, Console(quiet=True))
     made._prompts = [[i] for i in range(64)]
@@ -646,15 +648,17 @@ def test_an_interrupted_stage_goes_on_where_it_was(
         asked.append(what)
         return float(len(asked))
 
-    def generate(*_: Any, **__: Any) -> list[Answer]:
-        once("outputs")
+    def generate(_: str, __: Any, tokens: int, **___: Any) -> list[Answer]:
+        if tokens > 1:
+            once("outputs")
         return []
 
     def mixed(_: Any, folder: Path, tokens_per_s: float, __: float, baseline_ms: float, *___: Any) -> Any:
         assert (tokens_per_s, baseline_ms) in ((2000.0, 1.0), (3600.0, 1.0)), "by plain decoding alone"
         return {"token_goodput": once(folder.parent.name)}
 
-    monkeypatch.setattr(answers, "pace", lambda _url, prompts, _tokens: Pace(once(len(prompts))))
+    monkeypatch.setattr(answers, "first_s", lambda *_: 1.0)
+    monkeypatch.setattr(answers, "pace", lambda _url, prompts, *_: Pace(once(len(prompts))))
     monkeypatch.setattr(answers, "generate", generate)
     monkeypatch.setattr("adaserve.bench.gpu_check.check.run_mixed", mixed)
     monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [[1]])
@@ -807,20 +811,40 @@ def test_commands() -> None:
 
 
 def test_few_requests_are_asked_more_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft guesses one text better than another, so one prompt says little."""
-    asked: list[list[list[int]]] = []
+    """A draft guesses one text better than another, so one prompt says little; without a draft it does."""
+    asked: list[tuple[str, list[list[int]]]] = []
+    cached: list[list[list[int]]] = []
+    policy = [OWN[0]]
 
-    def pace(_: str, prompts: list[list[int]], __: int) -> Pace:
-        asked.append(prompts)
+    def generate(_: str, prompts: list[list[int]], tokens: int) -> list[Answer]:
+        assert tokens == 1
+        cached.append(prompts)
+        return [Answer((), {"priced": 1.0, NONE: 0.5, OWN[0]: 0.25}[policy[-1]])]
+
+    def pace(_: str, prompts: list[list[int]], __: int, first_s: float) -> Pace:
+        assert prompts in cached and first_s == {"priced": 1.0, NONE: 0.5, OWN[0]: 0.25}[policy[-1]]
+        asked.append((policy[-1], prompts))
         return Pace(1.0, 2.0 + len(asked) % 2)
 
     monkeypatch.setattr(answers, "pace", pace)
+    monkeypatch.setattr(answers, "generate", generate)
+    monkeypatch.setattr(FakeServer, "set_policy", lambda _, name: policy.append(name), raising=False)
     made = Check(Pair("t", "d", "cpu"), CheckPlan(batches=(1, 2, 8)), tmp_path, Console(quiet=True))
     made._prompts = [[i] for i in range(64)]
-    made._speed(FakeServer(), [PLAIN])  # type: ignore[arg-type]
-    assert [len(prompts) for prompts in asked] == [1] * 12 + [2] * 6 + [8] * 3
-    assert len({prompts[0][0] for prompts in asked[:12]}) == 12
-    assert made.found.accept_length == {PLAIN: {1: 2.5, 2: 2.5, 8: 3.0}}
+    made._speed(FakeServer(), [OWN[0]])  # type: ignore[arg-type]
+    assert [len(prompts) for _, prompts in asked] == [1] * 12 + [2] * 6 + [8] * 3
+    assert len({prompts[0][0] for _, prompts in asked[:12]}) == 12
+    assert made.found.accept_length == {OWN[0]: {1: 2.5, 2: 2.5, 8: 3.0}}
+    assert len(cached) == 21 + 3 * 3, "what one token takes is asked once for every batch size"
+
+    theirs = [prompts for _, prompts in asked]
+    asked.clear()
+    cached.clear()
+    made._speed(FakeServer(), ["priced", NONE], switch=True)  # type: ignore[arg-type]
+    assert [prompts for name, prompts in asked if name == "priced"] == theirs, "the same text"
+    assert [len(prompts) for name, prompts in asked if name == NONE] == [1] * 3 + [2] * 3 + [8] * 3
+    assert [name for name, _ in asked[:6]] == ["priced", NONE] * 3, "in turns"
+    assert len(cached) == 21 + 2 * 3 * 3, "prompts are cached for all policies"
 
 
 def test_plans() -> None:

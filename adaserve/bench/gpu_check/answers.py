@@ -39,14 +39,14 @@ def generate(url: str, prompts: Sequence[Sequence[int]], tokens: int, margins: b
     return answers
 
 
-def pace(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> Pace:
-    """Means over the requests, with the prompts cached.
-
-    The time of a request for one token is taken off, so that prefill, HTTP and tokenizer do not count.
-    """
-    generate(url, prompts, 1)
+def first_s(url: str, prompts: Sequence[Sequence[int]]) -> float:
+    """Mean seconds of requests for one token with the prompts cached: prefill, HTTP and tokenizer."""
     # The smallest of three: one hiccup in so short a time would make the rest look faster than it is.
-    first_s = min(statistics.mean(a.seconds for a in generate(url, prompts, 1)) for _ in range(3))
+    return min(statistics.mean(a.seconds for a in generate(url, prompts, 1)) for _ in range(3))
+
+
+def pace(url: str, prompts: Sequence[Sequence[int]], tokens: int, first_s: float) -> Pace:
+    """Means over the requests, with the prompts cached. ``first_s`` is taken off."""
     whole = generate(url, prompts, tokens)
     ms = (statistics.mean(a.seconds for a in whole) - first_s) / (tokens - 1) * 1e3
     verifications = sum(a.verifications for a in whole)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -289,23 +290,31 @@ class Check:
         """TPOT by batch; ``switch``: the names are policies, which take turns."""
         p, chosen = self.plan, self._that_loop_least()
         left = [b for b in p.batches if any(b not in self.found.tpot_ms.get(name, {}) for name in names)]
+        drafts = {name: name not in (PLAIN, NONE) for name in names}
         with progress(self.console) as bar:
-            task = bar.add_task("TPOT", total=sum(map(p.turns, left)) * len(names))
+            total = sum(p.turns(batch, drafts[name]) for batch in left for name in names)
+            task = bar.add_task("TPOT", total=total)
             for batch in left:
+                first_s: dict[str, float] = {}
                 samples: dict[str, list[Pace]] = {name: [] for name in names}
                 spent: dict[str, dict[str, float]] = {name: {} for name in names}
-                for turn in range(p.turns(batch)):
+                for turn, name in product(range(p.turns(batch, any(drafts.values()))), names):
+                    if turn >= p.turns(batch, drafts[name]):
+                        continue
                     prompts = [chosen[(turn * batch + i) % len(chosen)] for i in range(batch)]
-                    for name in names:
-                        if switch:
-                            server.set_policy(name)
-                        before, start_s = _times(server, name), time.perf_counter()
-                        samples[name].append(answers.pace(server.url, prompts, p.tokens))
-                        if before is not None:
-                            now = _spent(before, server.report()["times"])
-                            now["wall_s"] = time.perf_counter() - start_s
-                            spent[name] = {k: v + spent[name].get(k, 0.0) for k, v in now.items()}
-                        bar.update(task, advance=1, description=f"{name}: batch {batch}")
+                    if switch:
+                        server.set_policy(name)
+                    if name == names[0]:
+                        answers.generate(server.url, prompts, 1)  # then they are cached for all names
+                    if name not in first_s:
+                        first_s[name] = answers.first_s(server.url, prompts)
+                    before, start_s = _times(server, name), time.perf_counter()
+                    samples[name].append(answers.pace(server.url, prompts, p.tokens, first_s[name]))
+                    if before is not None:
+                        now = _spent(before, server.report()["times"])
+                        now["wall_s"] = time.perf_counter() - start_s
+                        spent[name] = {k: v + spent[name].get(k, 0.0) for k, v in now.items()}
+                    bar.update(task, advance=1, description=f"{name}: batch {batch}")
                 for name in names:
                     self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(
                         s.ms for s in samples[name]

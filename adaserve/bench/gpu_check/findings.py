@@ -33,10 +33,10 @@ class CheckPlan:
         if not self.loads or min(self.loads) <= 0:
             raise ValueError(f"loads should be numbers above 0, not {list(self.loads)}")
 
-    def turns(self, batch: int) -> int:
+    def turns(self, batch: int, drafts: bool) -> int:
         """Repetitions, each with other prompts: how well a draft guesses depends on the text, so few requests
-        are asked more often."""
-        return self.rounds * max(1, 4 // batch)
+        are asked more often where something ``drafts``."""
+        return self.rounds * (max(1, 4 // batch) if drafts else 1)
 
 
 @dataclass
