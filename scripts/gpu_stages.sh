@@ -29,7 +29,9 @@
 # flags of all servers (FLAGS= for none, also of those that an earlier stage has found to be needed), LIMIT for the
 # seconds (240) that compilers, the making of the pair, a server's start and a stage of the check may take each,
 # SIZES="--batches 1,8 ..." for other sizes (the same in all stages), EVERY=1 for kernels that the embedded pairs
-# do not use (bf16, heads of 128 dimensions), PYTHON for the interpreter.
+# do not use (bf16, heads of 128 dimensions), TOGETHER=1 to start the servers of a check side by side before
+# any of them is measured (the GPU must have room for all: 140 GB for those of the large pair, each with a smaller
+# KV cache), PYTHON for the interpreter.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -149,11 +151,11 @@ within() { # within SECONDS COMMAND...: and not beyond the deadline; 124 or 137 
 }
 
 folder() { # of the checks that have such a name, with the parts that are in use
-  echo "$1-$ATTENTION${SGLANG_FORCE_FUSED_OP_BACKEND:+-torch}${FLAGS//[ \/]/}"
+  echo "$1-$ATTENTION${SGLANG_FORCE_FUSED_OP_BACKEND:+-torch}${TOGETHER:+-together}${FLAGS//[ \/]/}"
 }
 
 gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
-  local folder size=$2 words=(${AGAIN:+--again})
+  local folder size=$2 words=(${AGAIN:+--again} ${TOGETHER:+--together}) cache=300000
   folder=$(folder "$1")
   shift 2
   for only in "$@"; do words+=(--only "$only"); done
@@ -161,8 +163,9 @@ gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
   if [ "$device" = cuda ]; then
     local backend=flashinfer
     [ "$ATTENTION" = triton ] && backend=triton
+    [ -z "${TOGETHER:-}" ] || cache=50000
     flags="--attention-backend $backend --sampling-backend pytorch --page-size 1 --chunked-prefill-size 2048"
-    flags+=" --disable-prefill-cuda-graph --max-total-tokens 300000 --adaserve-attention $ATTENTION"
+    flags+=" --disable-prefill-cuda-graph --max-total-tokens $cache --adaserve-attention $ATTENTION"
   fi
   # shellcheck disable=SC2086
   within "$DEADLINE" "$PYTHON" -m adaserve.cli gpu-check --device "$device" --size "$size" \
@@ -348,6 +351,10 @@ together() { # together STAGE...: stages on the pair, each server once
     for word in "${words[@]}"; do
       case $word in sglang-own*) theirs+=("$word") ;; *) ours+=("$word") ;; esac
     done
+    if [ -n "${TOGETHER:-}" ]; then # all servers start with the first check
+      ours+=("${theirs[@]}")
+      theirs=()
+    fi
     gpu_check "check-$PAIR" "$PAIR" "${ours[@]}"
     found=$?
     done_or_stop $found "$@" || status=2

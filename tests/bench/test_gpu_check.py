@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
@@ -403,6 +403,76 @@ def test_a_server_that_says_something_else_does_not_cost_the_others(
     report = kind(Pair("t", "d", "cuda"), CheckPlan(), tmp_path, Console(quiet=True)).run()
     assert report["skipped"] == {ADASERVE: "KeyError: 'latency'"}
     assert report["done"] == [f"{own}:speed" for own in OWN]
+
+
+def test_servers_start_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured while one starts, each ends with the thread that started it, and one that dies is
+    replaced."""
+    events: list[str] = []
+    threads: dict[str, list[threading.Thread]] = {}
+    slow = threading.Event()
+
+    @contextmanager
+    def serving(pair: Pair, kind: str, *_: Any) -> Iterator[FakeServer]:
+        here = threading.current_thread()
+        threads.setdefault(kind, []).append(here)
+        if kind == OWN[1]:
+            raise ServerError("no memory")
+        if kind == ADASERVE:
+            slow.wait(5)
+        events.append(f"{kind} answers")
+        try:
+            yield FakeServer()
+        finally:
+            assert threading.current_thread() is here
+            events.append(f"{kind} ends")
+            if kind == PLAIN:
+                slow.set()
+
+    def dies(server: FakeServer) -> None:
+        events.append("dies")
+        server.stop()
+        raise ServerError("gone")
+
+    monkeypatch.setattr("adaserve.bench.gpu_check.check.serving", serving)
+    monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [])
+    monkeypatch.setattr(Staged, "_own", lambda self, kind: {"speed": lambda _: events.append(kind)})
+    stages = {f"{PLAIN}:a": dies, f"{PLAIN}:b": lambda _: events.append("b"),
+              f"{ADASERVE}:c": lambda _: events.append("c")}  # fmt: skip
+    threading.Timer(0.3, slow.set).start()
+    report = check(tmp_path, stages, together=True)
+    own = OWN[0]
+    assert sorted(events[:3]) == sorted(f"{kind} answers" for kind in (PLAIN, ADASERVE, own))
+    assert events[3:] == [
+        "dies", f"{PLAIN} ends", f"{PLAIN} answers", "b", f"{PLAIN} ends", "c", f"{ADASERVE} ends", own,
+        f"{own} ends",
+    ]  # fmt: skip
+    assert report["done"] == [f"{PLAIN}:b", f"{ADASERVE}:c", f"{own}:speed"]
+    assert report["skipped"] == {OWN[1]: "no memory"}
+    first, second = threads[PLAIN]
+    assert first is not threading.main_thread() and second is threading.main_thread()
+    events.clear()
+    assert check(tmp_path, stages, together=True, only=[f"{PLAIN}:a"])["done"] == report["done"]
+    assert f"{ADASERVE} answers" not in events, "what is done needs no server"
+
+
+def test_servers_that_started_together_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that were not needed any more."""
+    ended: list[str] = []
+
+    @contextmanager
+    def serving(pair: Pair, kind: str, *_: Any) -> Iterator[FakeServer]:
+        yield FakeServer()
+        ended.append(kind)
+
+    def interrupted(_: FakeServer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("adaserve.bench.gpu_check.check.serving", serving)
+    monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [])
+    with pytest.raises(KeyboardInterrupt):
+        check(tmp_path, {f"{PLAIN}:a": interrupted, f"{ADASERVE}:b": print}, together=True)
+    assert sorted(ended) == [ADASERVE, PLAIN]
 
 
 def test_results_without_graphs_say_so(tmp_path: Path, started: list[FakeServer]) -> None:

@@ -123,6 +123,22 @@ def test_stages_that_share_servers_are_one_check(host: Path) -> None:
     ]  # fmt: skip
 
 
+def test_all_servers_start_together(host: Path) -> None:
+    """Before it is known whether AdaServe is exact. That is another check than one whose servers do not."""
+    fake = fake_python(host, 'case "$*" in *"targets"*) exit 1;; *) echo "$*";; esac')
+    said = run(
+        host, "plain", "adaserve", "standalone", "mixed", PYTHON=fake, TOGETHER="1", FLAGS="--x 1"
+    ).stdout
+    first, *_ = checks(said)
+    assert first[0] == "check-large-auto-together--x1"
+    servers = {stage.partition(":")[0] for stage in first[2]}
+    assert servers == {"sglang", "adaserve", "sglang-own-topk1", "sglang-own-topk2"}
+    line = next(line for line in said.splitlines() if "gpu-check" in line)
+    assert "--together" in line and "--max-total-tokens 50000" in line
+    apart = run(host, "plain", PYTHON=fake).stdout
+    assert "--together" not in apart and "--max-total-tokens 300000" in apart
+
+
 def test_kernels_that_are_wrong_do_not_cost_the_rest(host: Path) -> None:
     """A host that is given back soon measures what it can; the call says that something is wrong."""
     wrong = fake_python(host, 'case "$*" in *.kernels*) exit 1;; *) echo "$*";; esac')

@@ -8,6 +8,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
@@ -30,7 +31,7 @@ from adaserve.bench.gpu_check.findings import (
     write,
 )
 from adaserve.bench.gpu_check.mixed import run_mixed
-from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Pair, serving
+from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Early, Pair, serving
 from adaserve.bench.gpu_check.targets import exact_policies, targets
 from adaserve.bench.gpu_check.traces import profile
 from adaserve.bench.gpu_check.verification import target_ms
@@ -81,9 +82,10 @@ class Check:
         only: Sequence[str] = (),
         limit_s: float = STAGE_LIMIT_S,
         again: bool = False,
+        together: bool = False,
     ) -> None:
         """``only``: "server" or "server:stage", all without; ``limit_s``: of one stage, and of a server's
-        start; ``again``: also what is done."""
+        start; ``again``: also what is done; ``together``: servers start side by side."""
         self.pair, self.plan, self.out, self.console = pair, plan, out, console
         self.limit_s = limit_s
         self.found = Findings()
@@ -97,6 +99,8 @@ class Check:
         }
         self._only = self._chosen(only)
         self._again = set(self._only) if again else set()  # what has old results still
+        self._together = together
+        self._early: dict[str, Early] = {}
 
     def _chosen(self, only: Sequence[str]) -> set[str]:
         """Stages, "server:stage". Raises StageError."""
@@ -121,19 +125,47 @@ class Check:
         self._prompts = _prompts(
             self.pair.target, max(*self.plan.batches, self.plan.exact_prompts), self.plan.seed
         )
-        for kind, sections in self._servers.items():
-            left = {
-                name: run
-                for name, run in sections.items()
-                if (stage := f"{kind}:{name}") in self._only
-                and (stage in self._again or stage not in self.found.done)
-            }
-            idle = 0
-            while left and idle < MOST_IDLE and (done := self._on(kind, left)) is not None:
-                idle += not done
-            if left and idle == MOST_IDLE:
-                self.found.skipped[kind] = f"{idle} servers ended, each before any stage was done"
+        every = {kind: self._left(kind) for kind in self._servers}
+        with ExitStack() as stack:
+            if self._together:
+                self._start([kind for kind, left in every.items() if left], stack)
+            for kind, left in every.items():
+                idle = 0
+                while left and idle < MOST_IDLE and (done := self._on(kind, left)) is not None:
+                    idle += not done
+                if left and idle == MOST_IDLE:
+                    self.found.skipped[kind] = f"{idle} servers ended, each before any stage was done"
         return self._save()
+
+    def _left(self, kind: str) -> Sections:
+        """Stages on a server of ``kind`` that are asked for and not done."""
+        return {
+            name: run
+            for name, run in self._servers[kind].items()
+            if (stage := f"{kind}:{name}") in self._only
+            and (stage in self._again or stage not in self.found.done)
+        }
+
+    def _start(self, kinds: Sequence[str], stack: ExitStack) -> None:
+        """Starts servers side by side, each of which ends at the end of ``stack`` if not before. Returns when
+        all of them answer or have failed: one that starts would disturb what is measured on another."""
+        quiet = Console(quiet=True)  # a terminal shows one at a time
+        for kind in kinds:
+            server = serving(self.pair, kind, self._log(kind), quiet, self.limit_s)
+            stack.push(early := Early(server))
+            self._early[kind] = early
+        with self.console.status(f"starting {', '.join(kinds)}"):
+            for early in self._early.values():
+                early.ready.wait()
+
+    def _log(self, kind: str) -> Path:
+        return self.out / f"{kind}.log"
+
+    def _server(self, kind: str) -> AbstractContextManager[ServerProcess]:
+        """The one that was started early, or another one."""
+        if (early := self._early.pop(kind, None)) is not None:
+            return early
+        return serving(self.pair, kind, self._log(kind), self.console, self.limit_s)
 
     @property
     def undone(self) -> list[str]:
@@ -149,8 +181,7 @@ class Check:
         done = 0
         self.console.print(f"[bold]{kind}[/]")
         try:
-            log = self.out / f"{kind}.log"
-            with serving(self.pair, kind, log, self.console, self.limit_s) as server:
+            with self._server(kind) as server:
                 if kind == ADASERVE:
                     self._look_at(server)
                 self.found.skipped.pop(kind, None)

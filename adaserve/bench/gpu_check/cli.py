@@ -66,6 +66,13 @@ def gpu_check(
     again: Annotated[
         bool, typer.Option("--again", help="Measure again what is done: what --only names, or all of it.")
     ] = False,
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together",
+            help="Start all servers side by side, then measure one after the other. Takes more memory.",
+        ),
+    ] = False,
     stage_limit: Annotated[
         float, typer.Option(min=1, help="Seconds that one stage, or a server's start, may take.")
     ] = 900.0,
@@ -103,7 +110,7 @@ def gpu_check(
         if "--context-length" not in common:
             common += ("--context-length", "4096")
         pair = Pair(model, draft, device, common, kind_at(draft))
-        check = Check(pair, plan, out, console, only or (), stage_limit, again)
+        check = Check(pair, plan, out, console, only or (), stage_limit, again, together)
         report = check.run()
     except ValueError as error:
         fail(str(error))

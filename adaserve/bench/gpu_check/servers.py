@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -62,3 +63,38 @@ def serving(pair: Pair, kind: str, log: Path, console: Console, limit_s: float) 
     env |= dict.fromkeys(("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_PYSPY_DUMP_BEFORE_CRASH"), "0")
     with running(spec_of(pair, kind), log, console, env, limit_s) as server:
         yield server
+
+
+class Early:
+    """A server that starts meanwhile, for a ``with`` that comes later. It ends with the thread that started
+    it, which therefore waits for the end of that."""
+
+    def __init__(self, server: AbstractContextManager[ServerProcess]) -> None:
+        self.ready = threading.Event()
+        """It answers, or did not start."""
+        self._server, self._over = server, threading.Event()
+        self._got: ServerProcess | Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with self._server as self._got:
+                self.ready.set()
+                self._over.wait()
+        except Exception as error:
+            self._got = error
+        self.ready.set()
+
+    def __enter__(self) -> ServerProcess:
+        """Raises what its start has raised."""
+        self.ready.wait()
+        if isinstance(self._got, Exception):
+            raise self._got
+        assert self._got is not None
+        return self._got
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self.ready.is_set():  # or this process is about to end, and the server with it
+            self._thread.join()
