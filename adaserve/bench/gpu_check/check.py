@@ -128,7 +128,10 @@ class Check:
         every = {kind: self._left(kind) for kind in self._servers}
         with ExitStack() as stack:
             if self._together:
-                self._start([kind for kind, left in every.items() if left], stack)
+                kinds = [kind for kind, left in every.items() if left]
+                # While it starts AdaServe measures what forwards cost.
+                self._start([kind for kind in kinds if kind != ADASERVE], stack)
+                self._start([kind for kind in kinds if kind == ADASERVE], stack)
             for kind, left in every.items():
                 idle = 0
                 while left and idle < MOST_IDLE and (done := self._on(kind, left)) is not None:
