@@ -832,7 +832,7 @@ def test_a_mixed_load_asks_for_what_it_is_judged_by(tmp_path: Path, monkeypatch:
     for cores in (2, 16):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         run_mixed(server, tmp_path, 640.0, 2.0, 10.0, 0, Console(quiet=True))
-    assert processes == [1, 4], "one process does not follow what a GPU writes"
+    assert processes == [1, 8], "one process does not follow what a GPU writes"
     config = configs[0]
     requests = build_schedule(config).requests
     assert len({request.slo_class for request in requests}) == 3

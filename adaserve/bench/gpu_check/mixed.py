@@ -37,8 +37,10 @@ def run_mixed(
         baseline_ms=baseline_ms,
         seed=seed,
     )
-    # One process of the load generator follows some 2,000 tokens/s, and the server needs cores, too.
-    summary = run_bench(config, out, max(1, (os.cpu_count() or 1) // 4), console)
+    # One process of the load generator follows some 2,000 tokens/s, of which a large GPU gives ten thousand;
+    # and the server needs cores, too.
+    cores = os.cpu_count() or 1
+    summary = run_bench(config, out, max(1, cores // 4, cores - 8), console)
     refuse_what_ended_early(summary)
     kept = {k: summary.get(k) for k in KEPT}
     by_class = {n: {k: c.get(k) for k in KEPT} for n, c in summary["by_class"].items()}
