@@ -82,6 +82,7 @@ class DecodeLoop:
         if self.learner is not None:
             self.learner.look(self.requests.unfinished, time.perf_counter())
         policy = self.policies.current
+        self._take_runs()  # what drafts have read in prefills is no part of this iteration
         start_s, start = time.perf_counter(), self.device.mark()
         rows, offers = self._offered(self._rows(batch, pool_rows, states))
         plan = self.agreement.plan(lambda: policy.plan(rows.running, start_s), rows.running)

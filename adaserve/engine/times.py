@@ -32,8 +32,7 @@ class Times:
         of_model = [sum(start.seconds_until(end) for start, end in forwards) for forwards in runs]
         sums["target_s"] += of_model[0]
         sums["draft_s"] += sum(of_model[1:])
-        # Loops: decode iterations in a row, from end to end. What a draft reads in prefills is among the runs
-        # of the next iteration, whose loop does not count.
+        # Loops: decode iterations in a row, from end to end.
         if not outcome.prefilled:
             sums["loop_s"] += outcome.since_last_s
             sums["loop_models_s"] += sum(of_model)

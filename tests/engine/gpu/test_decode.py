@@ -16,6 +16,7 @@ import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.agree import Agreement
+from adaserve.engine.clock import HostMark
 from adaserve.engine.cpu import Inputs
 from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.policies import ServedPolicies
@@ -211,6 +212,15 @@ def test_greedy(policy: str, overlap: bool, device: str) -> None:
     accepted = sum(int(o.accepted.sum()) for o in run.outcomes)
     if policy not in ("none", "turbospec", "priced"):  # what these draft depends on measured times
         assert accepted > 10, "the draft agrees too rarely to test anything"
+
+
+def test_what_prefills_ran_is_no_part_of_an_iteration() -> None:
+    """A draft fills holes in them."""
+    run, start, end = Run("none", overlap=False), HostMark(), HostMark()
+    end.time_s += 100
+    run.loop.device.drafts[0]._runs.append((start, end))  # type: ignore[attr-defined]
+    run.step()
+    assert run.loop.times.report()["draft_s"] == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
