@@ -39,12 +39,16 @@ LARGE = 32
 RAREST_PROBE = 3
 """While drafting does not pay it is tried every ``probe_every`` << RAREST_PROBE iterations at least."""
 
+NOTABLE = 1.01
+"""A deeper or wider draft must promise this many times the rate. Between two that promise about the same, the
+smaller one is better: it leaves more for prompts, and of several estimates the highest is too high."""
+
 PROBED_ROWS = 8
 """Requests that such a trial drafts for. The draft must first take in what each of them wrote since it last
 drafted, so a trial with all requests costs the more the rarer it is."""
 
 PRIOR_WORTH = 4
-"""Iterations that what a regime begins with is worth."""
+"""Requests that were drafted for once: that much what a level begins with is worth."""
 
 REACH_WEIGHT = 0.1
 """Of the newest iteration in a request's moving average of tokens on its best chain."""
@@ -56,11 +60,15 @@ class _Regime:
     thirty, and what pays with a thousand cached tokens may not with thirty thousand."""
 
     surplus: FloatArray  # [d_max, w_max], see ``_best_shape``
-    rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))  # value per second
+    rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))  # value per quiet second
     depth: int = 1  # of the last plan
     width: int = 1
     in_vain: int = 0  # probes in a row after which drafting still did not pay
-    learned: int = 0  # iterations that have taught the surplus
+    taught: FloatArray = field(init=False)  # requests that have taught each level's surplus, [d_max]
+    missed: FloatArray = field(init=False)  # iterations since then that did not, [d_max]
+
+    def __post_init__(self) -> None:
+        self.taught, self.missed = np.zeros((2, len(self.surplus)))
 
 
 class PricedPolicy(BasePolicy):
@@ -115,7 +123,7 @@ class PricedPolicy(BasePolicy):
             running,
             self._weight,
             max(1, regime.depth),
-            regime.rate.value,
+            self._rate(regime),
             lambda read: self.costs.draft_step_s(rows, Context(read, n)),
         )
 
@@ -143,6 +151,13 @@ class PricedPolicy(BasePolicy):
         prior: FloatArray = levels * 0.3 ** np.arange(self.config.w_max)[None, :]
         return _Regime(prior)
 
+    def _rate(self, regime: _Regime) -> float:
+        """What a second is worth now: less while the host is busy."""
+        return regime.rate.value / self.costs.slowdown
+
+    def _add_rate(self, regime: _Regime, rate: float) -> None:
+        regime.rate.add(rate * self.costs.slowdown)
+
     def _weigh(self, running: RunningBatch, context: Context, now_s: float) -> FloatArray:
         n = len(running)
         if n == 1:  # nobody to compare it with
@@ -155,38 +170,43 @@ class PricedPolicy(BasePolicy):
     def _best_shape(
         self, running: RunningBatch, left: FloatArray, read: Context, deepest: int
     ) -> tuple[int, int]:
-        """(d, w): levels and beams whose learned surplus pays for their draft forwards.
+        """(d, w) with the most expected value per second, by what levels and beams have been worth so far.
 
         ``surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of its verify
         token, where nothing was offered. ``left`` [n, d_max]: what ``uncovered`` leaves of that. ``read``:
         what a step reads of the contexts. Now and then one more level or beam is drafted, because
         otherwise its worth could never be learned.
+
+        All costs are those of now. Steps of now against a rate of past iterations would end drafting when the
+        host becomes busy, although verifications take longer as well.
         """
         n, c = len(left), self.config
         regime = self._regime(running)
         if deepest <= 0:
             return 0, 1
+        roots = float(self._weight.sum())
+        plain_s = self.costs.iteration_s(n, 0, 1, n, self.context(running))
         if not regime.rate.value:  # before the first selection: as if nothing were drafted
-            regime.rate.add(self._weight.sum() / self.costs.iteration_s(n, 0, 1, n, self.context(running)))
-        rate, surplus, open_rows = regime.rate.value, regime.surplus[:deepest], left[:, :deepest].sum(axis=0)
+            self._add_rate(regime, roots / plain_s)
         first_s = self.costs.draft_step_s(n, read)
         row_s = max(0.0, self.costs.draft_step_s(2 * n, read) - first_s)
-        width, beams = 1, (open_rows @ surplus).tolist()
-        while width < c.w_max and beams[width] > rate * row_s * max(0, regime.depth - 1):
-            width += 1
+        start_s = plain_s + self.costs.draft_start_s(n, read) + first_s
+        open_rows, beams = left[:, :deepest].sum(axis=0).tolist(), regime.surplus.cumsum(axis=1).T.tolist()
+        depth, width, best = 0, 1, (1.0 + c.least_gain) * roots / plain_s
+        for w, levels in enumerate(beams):
+            value, seconds, least = roots, start_s, math.inf
+            for level, rows in enumerate(open_rows):
+                # No level is worth more than the one above it: one that seems to be was not drafted of late.
+                # But the upper ones may be offered, so that a depth pays whose first levels do not.
+                least = min(least, levels[level])
+                value += rows * least
+                if value > NOTABLE * best * seconds:
+                    depth, width, best = level + 1, w + 1, value / seconds
+                seconds += first_s + row_s * w
         turn, since = divmod(self._iterations, c.probe_every)
         probing = since == c.probe_every - 1
         if probing:
             width = min(c.w_max, width + 1)
-        # No level is worth more than the one above it: one that seems to be was not drafted of late. But the
-        # upper ones may be offered, so that a depth pays whose first levels do not.
-        worth = np.minimum.accumulate(surplus[:, :width].sum(axis=1))
-        steps_s = np.full(deepest, first_s + row_s * (width - 1))
-        steps_s[0] = first_s + self.costs.draft_start_s(n, read)
-        gain = (open_rows * worth - rate * steps_s).cumsum()
-        depth = int(gain.argmax()) + 1
-        if gain[depth - 1] <= c.least_gain * self._weight.sum():
-            depth = 0
         if depth:
             regime.in_vain = 0
         # While drafting does not pay, probes get rarer.
@@ -205,7 +225,7 @@ class PricedPolicy(BasePolicy):
             return None
         regime = self._regime(running)
         row_s = self.costs.draft_step_s(2 * n, read) - self.costs.draft_step_s(n, read)
-        price = regime.rate.value * max(0.0, row_s) / n * (1 + width * (depth - 1))
+        price = self._rate(regime) * max(0.0, row_s) / n * (1 + width * (depth - 1))
         worth = left[:, :depth] @ regime.surplus[:depth, :width].sum(axis=1)
         drafting: BoolArray = (worth > price) | (left[:, 0] == 1.0)  # nothing is offered: as the whole batch
         return drafting
@@ -224,8 +244,7 @@ class PricedPolicy(BasePolicy):
         n, w, row = len(plan.running), plan.width, trees.row
         steps = min(trees.draft_steps, self.config.d_max)
         regime = self._regime(plan.running)
-        regime.learned += 1
-        surplus, rate = regime.surplus, max(self.config.surplus_rate, 1.0 / (PRIOR_WORTH + regime.learned))
+        surplus, taught, missed = regime.surplus, regime.taught, regime.missed
         # Drafted nodes stand first in their level, in the order of beams; those that only a second draft
         # model made stand behind them.
         first = np.append(True, (row[1:] != row[:-1]) | (trees.depth[1:] != trees.depth[:-1]))
@@ -238,10 +257,18 @@ class PricedPolicy(BasePolicy):
         left = uncovered(plan.running.offered, n, steps)
         left[np.bincount(row[drafted], minlength=n) == 0] = 0.0
         rows = left.sum(axis=0)[:, None]
+        taught[:steps] += rows[:, 0]
+        # A level that is drafted after a while tells what all iterations since would have told.
+        recent = (1.0 - (1.0 - self.config.surplus_rate) ** (1.0 + missed[:steps, None])) / n
+        missed[:steps] = 0
+        missed[steps:] += steps == plan.depth  # else the frontier has told that it brings nothing
+        rate = rows * np.maximum(recent, 1.0 / (PRIOR_WORTH + taught[:steps, None]))
         seen = surplus[:steps, :w]
-        seen[:] = blend(seen, total / np.maximum(rows, 1e-9), rate * rows / n)
-        # Beams bring nothing at levels that were not drafted; what they once brought must not pay for width.
-        surplus[steps:, 1:] *= 1.0 - rate
+        seen[:] = blend(seen, total / np.maximum(rows, 1e-9), rate)
+        # Levels that were never drafted: what those above say.
+        if known := int(taught.nonzero()[0].max(initial=-1)) + 1:
+            further = np.arange(1, len(surplus) - known + 1)[:, None]
+            surplus[known:] = surplus[known - 1] * self.level_rate.value**further
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Whether another draft step pays: the frontier's expected value against the worth of its time.
@@ -250,7 +277,7 @@ class PricedPolicy(BasePolicy):
         the slope of the verify latency.
         """
         running, n = plan.running, len(plan.running)
-        rate = self._regime(running).rate.value
+        rate = self._rate(self._regime(running))
         assert plan.weight is not None
         if not self.config.early_stop or rate <= 0:
             return True
@@ -285,9 +312,9 @@ class PricedPolicy(BasePolicy):
         if not trees.draft_steps:
             roots_rate = float(weight.sum() / seconds[0])
             if priced.rate <= roots_rate * (1.0 + self.config.least_gain):
-                regime.rate.add(roots_rate)
+                self._add_rate(regime, roots_rate)
                 return Selection.nothing(n, trees.n_nodes)
-        regime.rate.add(priced.rate)
+        self._add_rate(regime, priced.rate)
         if regime.in_vain and trees.draft_steps and not priced.selection.keep.any():
             # A probe shows what verification costs, too: if nothing were verified, that could not change.
             falling = np.sort(priced.value)[::-1]

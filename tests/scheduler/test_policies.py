@@ -297,6 +297,52 @@ class TestPriced:
         (regime,) = policy._regimes.values()
         assert plan.weight is not None and regime.surplus[:2] == pytest.approx(f * plan.weight[0], abs=0.01)
 
+    def played(self, policy: PricedPolicy, n: int, share: float, iterations: int) -> list[int]:
+        """Depths of iterations in which ``share`` of the requests get through each level of a chain."""
+        depths = []
+        for _ in range(iterations):
+            plan = policy.plan(running(n, tpot_slo_s=math.inf), 1.0)
+            f = np.zeros((plan.depth, plan.width)) + 1e-3
+            f[:, 0] = share ** np.arange(1, plan.depth + 1)
+            trees = below_the_best(n, f) if plan.depth else CandidateTrees.empty(n)
+            selection = policy.select(plan, trees)
+            good = selection.keep & (np.random.default_rng(plan.iteration).random(trees.n_nodes) < share)
+            policy.observe(outcome(plan, trees, selection, good))
+            depths.append(plan.depth)
+        return depths
+
+    @pytest.mark.parametrize("n", [1, 8, 32])
+    def test_levels_that_pay_are_found_soon(self, n):
+        """By what the ones above bring, not by a probe of one more level every 16 iterations. On a GPU the
+        first answers were drafted for with three levels where five pay."""
+        latency = LatencyModel(ForwardCost(1.7e-3), ForwardCost(7e-3, per_token_s=1e-6))
+        config = PolicyConfig(latency=latency, d_max=5, calibrate=False, learn_costs=False)
+        policy = build_policy("priced", config)
+        assert isinstance(policy, PricedPolicy)
+        depths = self.played(policy, n, 0.93, 40)
+        assert depths[0] < 5 and depths[24:] == [5] * 16
+
+    def test_a_level_that_pays_again_is_found_by_one_probe(self):
+        """After a text that is hard to draft for. A probe tells what all iterations since the last one would
+        have told."""
+        latency = LatencyModel(ForwardCost(1.7e-3), ForwardCost(7e-3, per_token_s=1e-6))
+        config = PolicyConfig(latency=latency, d_max=5, calibrate=False, learn_costs=False)
+        policy = build_policy("priced", config)
+        assert isinstance(policy, PricedPolicy)
+        assert self.played(policy, 8, 0.93, 60)[-1] == 5
+        assert max(self.played(policy, 8, 0.4, 100)[-15:]) <= 3
+        assert min(self.played(policy, 8, 0.93, 60)[-8:]) >= 4
+
+    def test_a_busy_host_still_drafts(self):
+        """Verifications take longer as well."""
+        latency = LatencyModel(ForwardCost(1e-3), ForwardCost(7e-3, per_token_s=1e-6))
+        config = PolicyConfig(latency=latency, d_max=5, calibrate=False, learn_costs=False)
+        policy = build_policy("priced", config)
+        assert isinstance(policy, PricedPolicy)
+        assert min(self.played(policy, 8, 0.9, 60)[-32:]) >= 4
+        policy.costs.verify.sizes.slowdown = 4.0
+        assert policy.plan(running(8, tpot_slo_s=math.inf), 1.0).depth >= 4
+
     def test_starting_a_draft_has_to_pay_as_well(self):
         """A start that eight levels pay for and two do not."""
         latency = LatencyModel(ForwardCost(1e-4), ForwardCost(0.01), draft_first=ForwardCost(0.022))
