@@ -191,6 +191,7 @@ class CostTable:
             self._unused = 0
             sizes.work_out()
             self._plain = []
+            self.quiet_curve()  # now, not where somebody waits for a prediction
 
     # -- predicting ---------------------------------------------------------------------------
 

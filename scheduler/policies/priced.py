@@ -88,8 +88,15 @@ class PricedPolicy(BasePolicy):
         self._latest: tuple[RunningBatch, _Regime] | None = None
         self._weight: FloatArray = np.ones(0)
         self._bought: dict[int, tuple[FloatArray, Priced]] = {}  # f, by iteration, until observed
+        self._planned: IterationPlan | None = None  # the last plan, until candidates are selected
+        self._prepared: tuple[IterationPlan, FloatArray] | None = None  # its seconds by verified nodes
         self._weighed: tuple[str, ...] = ()
         self._potential = RequestTable(1)  # moving average of 1 + sum f on the best chain; 0 = not known
+
+    def plan(self, running: RunningBatch, now_s: float) -> IterationPlan:
+        """Also remembers it, for ``_prepare``."""
+        self._planned = super().plan(running, now_s)
+        return self._planned
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
@@ -299,6 +306,7 @@ class PricedPolicy(BasePolicy):
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """What ``scheduler/pricing.py`` buys of the calibrated candidates."""
+        self._planned = None
         n, weight = len(plan.running), plan.weight
         assert weight is not None
         seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
@@ -323,7 +331,13 @@ class PricedPolicy(BasePolicy):
         return priced.selection
 
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
-        """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1].
+        """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1]."""
+        if self._prepared is not None and self._prepared[0] is plan and trees.draft_steps == plan.depth:
+            return self._prepared[1][: most + 1]
+        return self._seconds(plan, trees.draft_steps, most)
+
+    def _seconds(self, plan: IterationPlan, steps: int, most: int) -> FloatArray:
+        """The same, for so many draft steps.
 
         A prefill chunk in the same forward has to be paid for whatever is drafted, so its time must not make
         more speculation look worthwhile; but it may have used up the free compute, so the slope is taken
@@ -334,9 +348,20 @@ class PricedPolicy(BasePolicy):
         seconds = self.costs.verify_curve(n + chunk, most + 1, context)
         if chunk:
             seconds -= self.costs.verify_s(n + chunk, context) - self.costs.verify_s(n, context)
-        seconds += self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, read)
+        seconds += self.costs.draft_s(plan.drafting_rows, steps, plan.width, read)
         seconds += self.costs.other_s()
         return seconds
+
+    def _prepare(self) -> None:
+        """Works out what the next ``select`` needs, apart from candidates. Under overlap an iteration is
+        observed while a device drafts for the next one, which then waits for ``select``."""
+        plan = self._planned
+        if plan is None:
+            return
+        running = plan.running
+        self._prepared = plan, self._seconds(plan, plan.depth, plan.budget - len(running))
+        if self.config.calibrate:
+            self.calibrator.batch_factors(running.rids, running.slo_class)
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Also learns how iterations usually go: period, tokens per request, kept nodes per level."""
@@ -351,6 +376,7 @@ class PricedPolicy(BasePolicy):
         if outcome.cycle_s > 0:
             self._period_s.add(outcome.cycle_s)
         self._pace.add(float(outcome.new_tokens.mean()))
+        self._prepare()
 
     def enough_to_learn(self, iterations: int, n: int) -> bool:
         """Small batches collect more, but a single request may be finished after thirty iterations."""

@@ -343,6 +343,29 @@ class TestPriced:
         policy.costs.verify.sizes.slowdown = 4.0
         assert policy.plan(running(8, tpot_slo_s=math.inf), 1.0).depth >= 4
 
+    def test_what_costs_say_is_worked_out_while_a_device_drafts(self, monkeypatch):
+        """Under overlap: an iteration is observed between the next one's plan and its selection."""
+        latency = LatencyModel(ForwardCost(1e-3), ForwardCost(7e-3, per_token_s=3e-5, per_context_s=1e-8))
+        policy = build_policy("priced", PolicyConfig(latency=latency, d_max=5))
+        assert isinstance(policy, PricedPolicy)
+        batch, pending = running(8, tpot_slo_s=math.inf), None
+        for i in range(40):
+            plan = policy.plan(batch, 1.0)
+            trees = drafted(plan, i)
+            with monkeypatch.context() as patch:
+                if pending is not None:
+                    policy.observe(pending)
+                    most = plan.budget - 8
+                    told = policy.seconds(plan, trees, most)
+                    assert told.tolist() == policy._seconds(plan, plan.depth, most).tolist()
+                    patch.setattr(policy.costs, "verify_curve", None)
+                selection = policy.select(plan, trees)
+            times = {"draft_s": 1e-3 * (1 + i % 3), "verify_s": 7e-3 * (1 + i % 2)}
+            pending = outcome(plan, trees, selection, selection.keep & (trees.depth == 1), **times)
+        stopped = replace(plan, depth=plan.depth + 1)
+        monkeypatch.setattr(policy, "_prepared", (stopped, policy.seconds(plan, trees, 0)))
+        assert len(policy.seconds(stopped, trees, 5)) == 6, "drafted less than was planned"
+
     def test_starting_a_draft_has_to_pay_as_well(self):
         """A start that eight levels pay for and two do not."""
         latency = LatencyModel(ForwardCost(1e-4), ForwardCost(0.01), draft_first=ForwardCost(0.022))
