@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from adaserve.engine.device import Mark  # which needs transfers, and these the clock
+from adaserve.engine.device import Mark
+from adaserve.engine.events import record
 
 
 class HostMark:
@@ -42,18 +41,3 @@ class EventMark:
 
 def mark(device: torch.device) -> Mark:
     return EventMark(device) if device.type == "cuda" else HostMark()
-
-
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
-
-
-def record(event: torch.cuda.Event, device: torch.device) -> None:
-    """Behind everything queued so far on the current stream of ``device``, which has an index.
-
-    Left to itself, ``record`` makes a new object of the stream each time, which takes several times as long
-    as all the rest; an iteration has a dozen events, half of them while the device waits."""
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    stream = _streams.get(key)
-    if stream is None:  # torch's streams live for ever
-        stream = _streams[key] = torch.cuda.current_stream(device)
-    event.record(stream)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.clock import record
+from adaserve.engine.events import record
 
 _ALIGN = 8
 
