@@ -275,7 +275,8 @@ def held_back(situation: Situation, order: IntArray) -> BoolArray:
     joins, so with too many of them nobody meets a tight SLO. Serving fewer at a time does the same work and
     costs only TTFT. So a prompt waits while the tightest running SLO would have less than ``gate`` headroom,
     until its prefill and those before it would need ``GATE_CLAIM`` of the time that is left until its aim
-    (its TTFT SLO, or ``patience_s``).
+    (its TTFT SLO, or ``patience_s``). Prompts that start together are read together: on a GPU the first may
+    cost nearly all that ten cost.
 
     Where ``lost_every_s`` is set, a prompt must not make others miss their SLO for the sake of its own: it
     starts only with the headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for
@@ -295,13 +296,14 @@ def held_back(situation: Situation, order: IntArray) -> BoolArray:
         can_wait |= (late | ~stated)[order]
         gate[(late & stated)[order]] = max(config.gate, LOST_HEADROOM)
     least = np.where(waiting.started[order], 0.0, np.where(can_wait, gate, least))
-    alone_s = prefill_s(waiting.prompt_left[order], pressure)
-    joining, reading_s = int(np.count_nonzero(least == 0.0)), float(alone_s[least == 0.0].sum())
+    left = waiting.prompt_left[order]
+    joining, reading = int(np.count_nonzero(least == 0.0)), int(left[least == 0.0].sum())
+    with_s = prefill_s(reading + left, pressure)
     for i in np.flatnonzero(least).tolist():
-        with_it_s = reading_s + float(alone_s[i])
-        held[i] = pressure.stakes.headroom(joining + 1, with_it_s) < least[i]
+        held[i] = pressure.stakes.headroom(joining + 1, float(with_s[i])) < least[i]
         if not held[i]:
-            joining, reading_s = joining + 1, with_it_s
+            joining, reading = joining + 1, reading + int(left[i])
+            with_s = prefill_s(reading + left, pressure)
     return held
 
 

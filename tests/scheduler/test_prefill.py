@@ -387,6 +387,20 @@ def test_a_prompt_does_not_start_if_reading_it_takes_what_a_running_request_has_
         assert plan_prefill(Situation(GATED, waiting(left), 0.0, state), 1).order.tolist() == order, left
 
 
+def test_prompts_that_start_together_are_read_together():
+    """On a GPU a prefill of one token takes nearly as long as one of 256: ten prompts stall no more than one.
+    0.2 s are left, of which half is needed; two prefills would take nearly all of the rest."""
+    state = replace(pressure(9.0), seconds=0.045 + 5e-6 * SIZES)
+    state = replace(state, stakes=Stakes(np.array([0.2]), np.array([5.0]), np.full(9, 0.020)))
+
+    def order(left, started=()):
+        return plan_prefill(Situation(GATED, waiting(left, started=started), 0.0, state), 1).order.tolist()
+
+    assert order((25,) * 10) == list(range(10))
+    assert order((25,) * 10, started=(0,)) == list(range(10)), "and with one that has begun"
+    assert order((200, 200, 40)) == [0, 2], "400 tokens are two prefills"
+
+
 def test_gate_admits_as_many_as_there_is_room_for():
     queue = waiting((40, 40, 40))
     assert gated([1.5, 1.3, 1.1], queue) == [0, 1]
