@@ -47,6 +47,14 @@ GATE_CLAIM = 0.6
 STARTING_ITERATIONS = 12
 """Iterations that pass between the decision that a prompt starts and its first token, beyond its prefill."""
 
+SHARED_EVERY = 5.0
+"""Prompts that may start wait for others to share a forward with until the running requests have decoded for
+this many times what a prefill of one token takes."""
+
+MOSTLY_FIXED = 0.75
+"""They wait if a prefill of one token takes this share of what theirs would take: more tokens of others cost
+hardly more."""
+
 MOST_WAITING = 64
 """A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
 
@@ -229,6 +237,21 @@ def slack_tokens(situation: Situation, order: IntArray) -> int:
     return tokens
 
 
+def better_shared(situation: Situation, order: IntArray) -> bool:
+    """Whether prompts that may start, all of ``order`` (not empty), wait for some that are held back to share
+    a forward with: there is the more room the longer the running requests have decoded.
+
+    Only where a forward's fixed cost is ``MOSTLY_FIXED`` of what they would take, as on a GPU, and up to
+    ``SHARED_EVERY``."""
+    waiting, pressure = situation.waiting, situation.pressure
+    left, fixed_s = waiting.prompt_left[order].sum(), float(pressure.seconds[0])
+    if pressure.decodes * pressure.period_s >= SHARED_EVERY * fixed_s or waiting.started[order].any():
+        return False
+    others = len(order) < len(waiting.prompt_left)
+    fixed = fixed_s > MOSTLY_FIXED * float(prefill_s(left, pressure))
+    return others and fixed and bool(left < least_chunk(pressure.sizes, pressure.seconds))
+
+
 def overtaking(config: PrefillConfig, waiting: WaitingBatch, due_s: FloatArray) -> BoolArray:
     """Prompts that go before started ones, [n]: those that state when they are due, which is earlier, and fit
     into one chunk.
@@ -370,7 +393,8 @@ def plan_prefill(situation: Situation, n_running: int) -> PrefillPlan:
         order = first_to_start(waiting, order)
     tokens = config.chunk_tokens if len(order) else 0
     if tokens and n_running and config.pacing == "slack":
-        tokens = slack_tokens(situation, order)
+        wait = overdue is None and better_shared(situation, order)
+        tokens = 0 if wait else slack_tokens(situation, order)
     reserved = reserved_tokens(waiting, order, tokens)
     lost = overdue is not None and ahead < tokens
     return PrefillPlan(tokens, order, np.flatnonzero(shed), lost, reserved)

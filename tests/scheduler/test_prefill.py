@@ -387,18 +387,33 @@ def test_a_prompt_does_not_start_if_reading_it_takes_what_a_running_request_has_
         assert plan_prefill(Situation(GATED, waiting(left), 0.0, state), 1).order.tolist() == order, left
 
 
+def by_launches(left, fixed_s=0.045, token_s=5e-6, started=(), decodes=0, config=None, now_s=0.0):
+    """A plan on a GPU, where a prefill of one token takes nearly as long as one of 256. 0.2 s are left, of
+    which half is needed; two prefills would take nearly all of the rest."""
+    at_stake = Stakes(np.array([0.2]), np.array([5.0]), np.full(9, 0.020))
+    state = replace(pressure(9.0, decodes), seconds=fixed_s + token_s * SIZES, stakes=at_stake)
+    return plan_prefill(Situation(config or GATED, waiting(left, started=started), now_s, state), 1)
+
+
 def test_prompts_that_start_together_are_read_together():
-    """On a GPU a prefill of one token takes nearly as long as one of 256: ten prompts stall no more than one.
-    0.2 s are left, of which half is needed; two prefills would take nearly all of the rest."""
-    state = replace(pressure(9.0), seconds=0.045 + 5e-6 * SIZES)
-    state = replace(state, stakes=Stakes(np.array([0.2]), np.array([5.0]), np.full(9, 0.020)))
+    """Ten prompts stall the running request no more than one."""
+    assert by_launches((25,) * 10).order.tolist() == list(range(10))
+    assert by_launches((25,) * 10, started=(0,)).order.tolist() == list(range(10)), "one has begun"
+    assert by_launches((150, 200, 40)).order.tolist() == [0, 2], "350 tokens are two prefills"
 
-    def order(left, started=()):
-        return plan_prefill(Situation(GATED, waiting(left, started=started), 0.0, state), 1).order.tolist()
 
-    assert order((25,) * 10) == list(range(10))
-    assert order((25,) * 10, started=(0,)) == list(range(10)), "and with one that has begun"
-    assert order((200, 200, 40)) == [0, 2], "400 tokens are two prefills"
+def test_prompts_that_may_start_wait_for_those_that_are_held_back():
+    """Until the request that runs has decoded for five times 45 ms, twelve iterations: then there is room for
+    more of them in one forward."""
+    assert by_launches((150, 200, 40)).tokens == 0
+    assert by_launches((150, 200, 40), decodes=11).tokens == 0
+    assert by_launches((150, 200, 40), decodes=12).tokens >= 190
+    assert by_launches((150, 40)).tokens >= 190, "nobody is held back"
+    assert by_launches((230, 200)).tokens >= 230, "that is worth a forward of its own"
+    assert by_launches((150, 200, 40), started=(0,)).tokens > 0, "one has begun"
+    assert by_launches((100, 200), 0.02, 0.0004).tokens >= 100, "its tokens take most of the time"
+    assert by_launches((150, 200, 40), config=LOSING, now_s=0.0).tokens == 0
+    assert by_launches((150, 200, 40), config=LOSING, now_s=9.0).tokens > 0, "one has waited for too long"
 
 
 def test_gate_admits_as_many_as_there_is_room_for():
