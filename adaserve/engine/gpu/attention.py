@@ -77,7 +77,7 @@ class TreeKernel(Protocol):
 
     def plan(self, extent: Extent) -> np.ndarray:
         """Prepares the next run; only host values, so it waits for nothing. Returns what the device must be
-        given before: where each request's queries, keys and mask start, one-dimensional, always as long."""
+        given before: where each request's queries, keys and mask start, in one dimension, always as many."""
         ...
 
     def take(self, starts: Tensor) -> None:
