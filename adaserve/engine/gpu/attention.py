@@ -1,11 +1,11 @@
-"""Attention of tree forwards on a GPU: FlashInfer's kernels, SGLang's in Triton, or SDPA, all reading the
-very same arrays."""
+"""Attention of tree forwards on a GPU: a kernel in Triton, FlashInfer's, or SDPA, all reading the very same
+slots."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -33,23 +33,13 @@ INT_WORKSPACE_BYTES = 8 << 20
 class AttentionBuffers:
     """Static inputs that all forwards share; each forward reads the front of them."""
 
-    kv_indices: Tensor  # [capacity]: int32 for FlashInfer, int64 with ``mask_bytes``
+    kv_indices: Tensor  # int32 [capacity]
     mask: Tensor  # uint8 [capacity]: packed bits, ``layout``; all are set but while a forward hides some
-    mask_bytes: Tensor | None = None  # uint8 [8 * capacity]: 1 where the bit is set, for the Triton kernel
 
     @staticmethod
-    def allocate(
-        kv_entries: int, mask_bytes: int, device: torch.device, unpacked: bool = False
-    ) -> AttentionBuffers:
+    def allocate(kv_entries: int, mask_bytes: int, device: torch.device) -> AttentionBuffers:
         mask = torch.full((-(-mask_bytes // 4) * 4,), 255, dtype=torch.uint8, device=device)
-        # Triton's kernel multiplies slots by the size of a row in the slots' own type: 32 bits would overflow
-        # in pools of more than 2^31 numbers per layer.
-        kind = torch.int64 if unpacked else torch.int32
-        return AttentionBuffers(
-            torch.zeros(kv_entries, dtype=kind, device=device),
-            mask,
-            torch.ones(8 * len(mask), dtype=torch.uint8, device=device) if unpacked else None,
-        )
+        return AttentionBuffers(torch.zeros(kv_entries, dtype=torch.int32, device=device), mask)
 
     def require(self, extent: Extent) -> None:
         """Raises RuntimeError with the remedy where a forward has no room."""
@@ -65,11 +55,11 @@ class AttentionBuffers:
     @contextmanager
     def hiding(self, ends: Tensor, seen: Tensor) -> Iterator[None]:
         """What tokens do not see of their windows is hidden meanwhile (``change_windows``)."""
-        change_windows(self.mask, self.mask_bytes, ends, seen, shows=False)
+        change_windows(self.mask, ends, seen, shows=False)
         try:
             yield
         finally:
-            change_windows(self.mask, self.mask_bytes, ends, seen, shows=True)
+            change_windows(self.mask, ends, seen, shows=True)
 
 
 class TreeKernel(Protocol):
@@ -84,6 +74,11 @@ class TreeKernel(Protocol):
         """What ``plan`` returned, on the device; a graph does this before it runs the kernel."""
         ...
 
+    def hiding(self, ends: Tensor, seen: Tensor) -> AbstractContextManager[None]:
+        """Tokens do not see all of their windows meanwhile: only ``seen`` bool [R, q, width] of the last keys
+        of their requests. ``ends`` int64 [R, q]: ``Extent.window_ends``; -1 = a token sees all."""
+        ...
+
     def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """q [T, heads, D] over the pool's keys and values -> [T, heads * D]."""
         ...
@@ -93,7 +88,7 @@ class SdpaKernel:
     """The reference, on any device: unpacks the mask and attends request by request."""
 
     def __init__(self, buffers: AttentionBuffers) -> None:
-        self._buffers = buffers
+        self._buffers, self.hiding = buffers, buffers.hiding
         self._extent: Extent | None = None
 
     def plan(self, extent: Extent) -> np.ndarray:
@@ -137,6 +132,7 @@ class FlashInferKernel:
         self, buffers: AttentionBuffers, rows: int, heads: HeadShape, workspace: Tensor, integers: Tensor
     ) -> None:
         self._buffers, self._rows, self._heads = buffers, rows, heads
+        self.hiding = buffers.hiding
         self._workspaces = workspace, integers
         self._no_slots = buffers.kv_indices[:0]
         self._wrapper: Any = None
@@ -216,40 +212,6 @@ def set_out(kernel: TreeKernel, extent: Extent, device: torch.device) -> None:
     kernel.take(torch.from_numpy(kernel.plan(extent)).to(device))
 
 
-class TritonKernel:
-    """SGLang's attention over one list of KV slots per request, with a mask of bytes.
-
-    Compiled by Triton, so it needs no nvcc; reads device tensors only, so it can stand inside a CUDA graph.
-    It splits no KV and packs no heads, so it is slower than FlashInfer at long contexts.
-    """
-
-    def __init__(self, buffers: AttentionBuffers, rows: int, place: int = 0) -> None:
-        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
-
-        assert buffers.mask_bytes is not None
-        self._attend, self._buffers, self._mask = extend_attention_fwd_unified, buffers, buffers.mask_bytes
-        device = buffers.kv_indices.device
-        self._starts = torch.zeros(3, rows + 1, dtype=torch.int64, device=device)
-        """Of each request's queries, keys and mask bytes."""
-        self._no_prefix = torch.zeros(rows, dtype=torch.int64, device=device)  # the mask says what is seen
-
-    def plan(self, extent: Extent) -> np.ndarray:
-        return np.concatenate([extent.qo_starts, extent.kv_starts, 8 * extent.byte_starts])
-
-    def take(self, starts: Tensor) -> None:
-        self._starts.copy_(starts.view_as(self._starts))
-
-    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        queries, slots, mask = self._starts
-        out = torch.empty_like(q)
-        self._attend(
-            q, out, keys, values, 1.0, 1.0, queries, slots, self._buffers.kv_indices, self._no_prefix,
-            max_len_extend=q.shape[0],  # at most: one request may have all tokens
-            custom_mask=self._mask, mask_indptr=mask, sm_scale=scaling, is_causal=False,
-        )  # fmt: skip
-        return out.flatten(1)
-
-
 MakeKernel = Callable[[AttentionBuffers, int, int], TreeKernel]
 """A kernel for so many requests, padding included. Kernels that are planned before any of them runs, as those
 of one draft are, need different places for their plans: the last argument, from 0 on."""
@@ -264,7 +226,7 @@ def kernel_maker(
     if device.type != "cuda":
         return "sdpa", lambda buffers, rows, place: SdpaKernel(buffers)
     if setting == "triton":
-        return "triton", TritonKernel
+        return "triton", own_kernel(heads, device)
     workspace = torch.empty(workspace_bytes(heads, rows, tokens), dtype=torch.uint8, device=device)
     plans: dict[int, Tensor] = {}
 
@@ -276,6 +238,14 @@ def kernel_maker(
     if setting == "flashinfer":
         return "flashinfer", flashinfer
     return usable("flashinfer", flashinfer, heads, device)
+
+
+def own_kernel(heads: HeadShape, device: torch.device) -> MakeKernel:
+    """Triton's, for a model with such heads."""
+    from adaserve.engine.gpu.attention_kernel import TritonKernel, Workspace
+
+    workspace = Workspace(heads, device)
+    return lambda buffers, rows, place: TritonKernel(buffers, rows, workspace)
 
 
 def usable(
@@ -293,11 +263,11 @@ def usable(
     except Exception as error:  # nvcc, ninja, a header, a library: it can be anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
         logger.warning(
-            "AdaServe: %s cannot be compiled or run on this host, so trees are verified with SGLang's Triton "
-            "kernel (slower at long contexts; --adaserve-attention flashinfer shows the whole error): %s",
+            "AdaServe: %s cannot be compiled or run on this host, so trees are verified with AdaServe's own "
+            "kernel in Triton (--adaserve-attention flashinfer shows the whole error): %s",
             name, reason,
         )  # fmt: skip
-        return "triton", TritonKernel
+        return "triton", own_kernel(heads, device)
     return name, make
 
 

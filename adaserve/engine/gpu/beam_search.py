@@ -197,8 +197,9 @@ class BeamSearches:
             wanted,
             None if before is None else before.flatten(0, 1),
         )
-        with parts.buffers.hiding(step.ends, step.seen):
-            found = parts.call(inputs, rows, prepared.kernels[q])
+        kernel = prepared.kernels[q]
+        with kernel.hiding(step.ends, step.seen):
+            found = parts.call(inputs, rows, kernel)
         logits, states = found.logits.unflatten(0, (rows, -1)), found.states
         return logits, None if states is None else states.unflatten(0, (rows, -1))
 

@@ -99,7 +99,7 @@ class GpuDevice:
         # Searches pad rows to a tier, and what is measured at the start has all requests that have a row.
         largest = max(sizes.rows.fit(most_rows), int(table.shape[0])) + 1, sizes.tokens.fit(most_tokens)
         attention, make = kernel_maker(config.attention, target, device, *largest)
-        buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device, unpacked=attention == "triton")
+        buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device)
         capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)
 
         def parts_of(runner: Any, make: MakeKernel, keys: Sequence[Key | SearchKey]) -> Parts:

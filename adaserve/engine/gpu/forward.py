@@ -160,7 +160,7 @@ class GpuForward:
     def _call(self, key: Key, kernel: TreeKernel, packed: Packed, inputs: Inputs) -> Output:
         buffers = self.parts.buffers
         list_slots(self.parts.req_to_token, packed.lists, buffers.kv_indices)
-        with buffers.hiding(packed.ends[None], packed.seen):
+        with kernel.hiding(packed.ends[None], packed.seen):
             return self.parts.call(inputs, key.rows, kernel)
 
     def _shared(self, key: Key, logits: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def slot_lists(extent: Extent, pool_rows: np.ndarray, gap: Gap | None = None) ->
 
 
 def list_slots(req_to_token: Tensor, lists: Tensor, out: Tensor) -> None:
-    """Fills ``out``, of int32 or int64: KV slots of each request's leading places, without its gap."""
+    """Fills ``out``, int32: KV slots of each request's leading places, without its gap."""
     if out.is_cuda:
         from adaserve.engine.gpu.layout_kernel import list_fused
 
@@ -98,14 +98,13 @@ def list_slots(req_to_token: Tensor, lists: Tensor, out: Tensor) -> None:
         slots[start : start + length] = SCRATCH_SLOT if row < 0 else table[row, places]
 
 
-def change_windows(mask: Tensor, mask_bytes: Tensor | None, ends: Tensor, seen: Tensor, shows: bool) -> None:
+def change_windows(mask: Tensor, ends: Tensor, seen: Tensor, shows: bool) -> None:
     """Clears, or ``shows`` again, the bits of what tokens do not see of their windows: all columns that are
-    not in ``seen`` bool [R, q, width]. ``ends`` int64 [R, q]: ``Extent.window_ends``; -1 = hides nothing.
-    ``mask_bytes``: the same bits, unpacked, on a GPU only."""
+    not in ``seen`` bool [R, q, width]. ``ends`` int64 [R, q]: ``Extent.window_ends``; -1 = hides nothing."""
     if mask.is_cuda:
         from adaserve.engine.gpu.layout_kernel import change_fused
 
-        return change_fused(mask.view(torch.int32), mask_bytes, ends, seen, shows)
+        return change_fused(mask.view(torch.int32), ends, seen, shows)
     width = seen.shape[-1]
     hidden = ~seen & (ends >= 0)[..., None]
     at = torch.where(hidden, ends[..., None] + torch.arange(-width, 0), 0)

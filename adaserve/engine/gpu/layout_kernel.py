@@ -24,14 +24,10 @@ def list_fused(req_to_token: Tensor, lists: Tensor, out: Tensor) -> None:
     _list[(len(lists), PROGRAMS)](req_to_token, lists, out, req_to_token.stride(0), SCRATCH_SLOT, BLOCK)
 
 
-def change_fused(mask: Tensor, mask_bytes: Tensor | None, ends: Tensor, seen: Tensor, shows: bool) -> None:
-    """``mask``: as int32. ``mask_bytes``: the same bits as bytes, where the attention kernel reads these."""
+def change_fused(mask: Tensor, ends: Tensor, seen: Tensor, shows: bool) -> None:
+    """``mask``: as int32."""
     rows, tokens, width = seen.shape
-    is_unpacked = mask_bytes is not None
-    _change[(rows, tokens)](
-        mask, mask if mask_bytes is None else mask_bytes, ends.contiguous(), seen, *seen.stride(), width,
-        COLUMNS, shows, is_unpacked,
-    )  # fmt: skip
+    _change[(rows, tokens)](mask, ends.contiguous(), seen, *seen.stride(), width, COLUMNS, shows)
 
 
 # Compiled once: uploads start anywhere.
@@ -53,8 +49,8 @@ def _list(table, lists, out, stride, scratch: tl.constexpr, block: tl.constexpr)
     do_not_specialize_on_alignment=["ends", "seen"],
 )
 def _change(  # type: ignore[no-untyped-def]
-    mask, mask_bytes, ends, seen, row_stride, token_stride, column_stride, width, columns: tl.constexpr,
-    shows: tl.constexpr, is_unpacked: tl.constexpr,
+    mask, ends, seen, row_stride, token_stride, column_stride, width, columns: tl.constexpr,
+    shows: tl.constexpr,
 ):  # fmt: skip
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     end = tl.load(ends + row * tl.num_programs(1) + token)
@@ -70,5 +66,3 @@ def _change(  # type: ignore[no-untyped-def]
             tl.atomic_or(word, bit, mask=hidden)
         else:
             tl.atomic_and(word, ~bit, mask=hidden)
-        if is_unpacked:
-            tl.store(mask_bytes + at, tl.full((columns,), shows, tl.uint8), mask=hidden)

@@ -43,7 +43,7 @@ def test_flashinfer_reads_our_arrays_as_sdpa_does(seed: int) -> None:
     used = int(kv_lens[:-2].sum())
     buffers.kv_indices[:used].copy_(torch.randperm(pool, generator=generator, device=device)[:used])
     ends, there = put({"ends": extent.window_ends, "seen": seen}, device).values()
-    change_windows(buffers.mask, None, ends[None], there[None], shows=False)
+    change_windows(buffers.mask, ends[None], there[None], shows=False)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     integers = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     kernel, reference = (

@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import torch
 
-from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TritonKernel, set_out
+from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, own_kernel, set_out
+from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
-from adaserve.engine.gpu.layout_kernel import change_fused
 from tests.engine.gpu.factories import CPU
 from tests.engine.gpu.test_layout import random_case
 
@@ -23,23 +23,25 @@ def compare(seed: int, device: torch.device, dtype: torch.dtype = torch.float32)
     pool, used = int(extent.kv_lens.sum()) + 20, int(extent.kv_lens[:-2].sum())
     keys, values = (torch.randn(pool, 2, 32, generator=generator).to(device, dtype) for _ in range(2))
     q = torch.randn(int(extent.q_lens.sum()), 4, 32, generator=generator).to(device, dtype)
-    buffers = AttentionBuffers.allocate(512, 512, device, unpacked=True)
-    assert buffers.mask_bytes is not None
+    buffers = AttentionBuffers.allocate(512, 512, device)
     buffers.kv_indices.fill_(7)
     buffers.kv_indices[:used].copy_(torch.randperm(pool, generator=generator)[:used])
     buffers.kv_indices[used : used + 2].zero_()
-    words, ends = buffers.mask.view(torch.int32), torch.from_numpy(extent.window_ends)[None].to(device)
-    kernel, reference = TritonKernel(buffers, len(extent.q_lens)), SdpaKernel(buffers)
+    ends = torch.from_numpy(extent.window_ends)[None].to(device)
+    heads = HeadShape(4, 2, 32, 0.3, dtype, dtype)
+    kernel = own_kernel(heads, device)(buffers, len(extent.q_lens), 0)
+    reference = SdpaKernel(buffers)
     set_out(kernel, extent, device)
     reference.plan(extent)
     worst = 0.0
     for visible in (seen, ~seen):
         padded = np.pad(visible, ((0, 3), (0, 0)), constant_values=True)
         there = torch.from_numpy(padded)[None].to(device)
-        change_fused(words, buffers.mask_bytes, ends, there, shows=False)
-        right, got = (k.run(q, keys, values, 0.3) for k in (reference, kernel))
-        change_fused(words, buffers.mask_bytes, ends, there, shows=True)
-        assert buffers.mask.eq(255).all() and buffers.mask_bytes.eq(1).all()
+        outputs = []
+        for one in (reference, kernel):
+            with one.hiding(ends, there):
+                outputs.append(one.run(q, keys, values, 0.3))
+        right, got = outputs
         # A token that sees nothing is none of ours: its softmax is 0 / 0.
         prefix = np.repeat(extent.kv_lens - seen.shape[1], extent.q_lens) > 0
         sees = torch.from_numpy(prefix | padded.any(1))
@@ -54,10 +56,10 @@ def far_slots() -> float:
     pool, generator = room.as_strided((3, 1, dim), (far, dim, 1)), torch.Generator().manual_seed(0)
     pool.copy_(torch.randn(3, 1, dim, generator=generator))
     q = torch.randn(1, 2, dim, generator=generator).half()
-    extent, buffers = Extent(np.ones(1, np.int64), np.full(1, 3)), AttentionBuffers.allocate(3, 1, CPU, True)
+    extent, buffers = Extent(np.ones(1, np.int64), np.full(1, 3)), AttentionBuffers.allocate(3, 1, CPU)
     buffers.kv_indices.copy_(torch.tensor([2, 0, 1]))
-    outputs = []
-    for kernel in (TritonKernel(buffers, 1), SdpaKernel(buffers)):
+    outputs, heads = [], HeadShape(2, 1, dim, 0.3, torch.float16, torch.float16)
+    for kernel in (own_kernel(heads, CPU)(buffers, 1, 0), SdpaKernel(buffers)):
         set_out(kernel, extent, CPU)
         outputs.append(kernel.run(q, pool, pool, 0.3))
     return float((outputs[0] - outputs[1]).abs().max())

@@ -1,0 +1,254 @@
+"""Attention of tree forwards as one Triton kernel.
+
+A program has a tile of one request's queries, all those that read one key head, and a part of its keys. It
+reads everything from the device, the geometry included, so it can stand inside a CUDA graph without a plan.
+Long contexts are cut into parts. The program that ends last puts the parts of a tile together, so that no
+second kernel has to (the "stream-K" scheme of split-KV attention, as in Flash-Decoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adaserve.engine.gpu.attention import AttentionBuffers
+from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.layout import Extent
+
+TILE = 5
+"""Numbers of each tile: the first token of its request, its first row and all rows of the request, where the
+request's KV slots start and how many they are. A row is one head of one token."""
+
+LEAST_ROWS, MOST_ROWS = 16, 64
+"""Of a tile: a tensor core multiplies 16."""
+
+MOST_PARTS = 1024
+"""Of all tiles together, where contexts are cut."""
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work of a padded size is cut."""
+
+    rows: int  # of a tile
+    tiles: int  # at most
+    splits: int  # parts of a context, at most
+    least: int = 128  # keys of a part, at least
+    keys: int = 64  # that a program reads at a time
+    warps: int = 4
+    stages: int = 2
+
+
+class Workspace:
+    """What the forwards of one model share: they run one after the other."""
+
+    def __init__(self, heads: HeadShape, device: torch.device) -> None:
+        self.group, self._kv_heads = heads.q_heads // heads.kv_heads, heads.kv_heads
+        cells = MOST_ROWS * (triton.next_power_of_2(heads.head_dim) + 2)
+        self.partial = torch.empty(MOST_PARTS * cells, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(MOST_PARTS, dtype=torch.int32, device=device)
+        """Of each tile and key head, parts that are done. All are 0 between two forwards."""
+
+    def cut(self, requests: int, tokens: int, longest: int) -> Cut:
+        """For so many requests with ``tokens`` in all, of which the ``longest`` has so many: others may come,
+        but it is made for these."""
+        rows = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(longest * self.group)))
+        tiles = tokens * self.group // rows + requests
+        return Cut(rows, tiles, max(1, MOST_PARTS // (tiles * self._kv_heads)))
+
+
+class TritonKernel:
+    """``TreeKernel``. It plans next to nothing, needs no nvcc, and reads masks of windows alone."""
+
+    def __init__(self, buffers: AttentionBuffers, rows: int, workspace: Workspace) -> None:
+        self._buffers, self._rows, self._workspace = buffers, rows, workspace
+        self._cut: Cut | None = None
+        self._window: tuple[Tensor, Tensor] | None = None
+
+    def plan(self, extent: Extent) -> np.ndarray:
+        if self._cut is None:
+            self._cut = self._workspace.cut(self._rows, int(extent.qo_starts[-1]), int(extent.q_lens.max()))
+        return tiles_of(extent.q_lens, extent.kv_lens, self._workspace.group, self._cut).ravel()
+
+    def take(self, starts: Tensor) -> None:
+        self._tiles = starts.view(-1, TILE)
+
+    @contextmanager
+    def hiding(self, ends: Tensor, seen: Tensor) -> Iterator[None]:
+        self._window = ends, seen
+        try:
+            yield
+        finally:
+            self._window = None
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        assert self._cut is not None
+        slots, window = self._buffers.kv_indices, self._window
+        return attend_fused(
+            q, keys, values, slots, self._tiles, window, scaling, self._workspace, self._cut
+        ).flatten(1)
+
+
+def tiles_of(q_lens: np.ndarray, kv_lens: np.ndarray, group: int, cut: Cut) -> np.ndarray:
+    """int32 [tiles, TILE]: those of all requests, then unused ones, which have no keys."""
+    each = -(-q_lens * group // cut.rows)
+    request = np.repeat(np.arange(len(q_lens)), each)
+    tiles, n = np.zeros((cut.tiles, TILE), np.int32), len(request)
+    first = np.cumsum(each) - each
+    tiles[:n, 0] = (np.cumsum(q_lens) - q_lens)[request]
+    tiles[:n, 1] = (np.arange(n) - first[request]) * cut.rows
+    tiles[:n, 2] = q_lens[request] * group
+    tiles[:n, 3] = (np.cumsum(kv_lens) - kv_lens)[request]
+    tiles[:n, 4] = kv_lens[request]
+    return tiles
+
+
+Window = tuple[Tensor, Tensor]
+"""``ends`` and ``seen``, see ``TreeKernel.hiding``."""
+
+
+def attend_fused(
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, tiles: Tensor, window: Window | None,
+    scaling: float, workspace: Workspace, cut: Cut,
+) -> Tensor:  # fmt: skip
+    """q [T, heads, D] over ``slots`` of a pool's keys and values [slots, key heads, D] -> [T, heads, D]."""
+    (tokens, heads, dim), kv_heads = q.shape, keys.shape[1]
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    if window is None:
+        ends = seen = tiles
+        strides: tuple[int, ...] = (0, 0, 0)
+        each, width = 1, 0
+    else:
+        ends, seen = window
+        strides, each, width = seen.stride(), seen.shape[1], seen.shape[2]
+        seen = seen.view(torch.uint8)
+    _attend[(len(tiles), kv_heads, cut.splits)](
+        q, keys, values, out, slots, tiles, ends, seen, workspace.partial, workspace.counters,
+        scaling * LOG2_E, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0),
+        values.stride(1), *strides, each, width, heads // kv_heads, dim, triton.next_power_of_2(dim),
+        cut.rows, cut.keys, cut.least, num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+    return out
+
+
+# Compiled once for a model and a cut: windows and tiles are views that start anywhere, with any strides.
+@triton.jit(
+    do_not_specialize=["s_row", "s_token", "s_column", "each", "width", "least"],
+    do_not_specialize_on_alignment=["tiles", "ends", "seen"],
+)
+def _attend(  # type: ignore[no-untyped-def]
+    q, keys, values, out, slots, tiles, ends, seen, partial, counters, scale, q_token, q_head, k_slot,
+    k_head, v_slot, v_head, s_row, s_token, s_column, each, width, group: tl.constexpr, dim: tl.constexpr,
+    block_dim: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr, least,
+):  # fmt: skip
+    head, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
+    tiles += 5 * tl.program_id(0)
+    length = tl.load(tiles + 4)
+    # Parts are whole blocks, and none of them is short where the context is not.
+    part = tl.maximum(tl.cdiv(tl.cdiv(length, splits), block_keys) * block_keys, least)
+    begin = split * part
+    if begin < length:
+        start, first_row, all_rows = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
+        row, column = first_row + tl.arange(0, block_rows), tl.arange(0, block_dim)
+        is_row = row < all_rows
+        token, row_head = (start + row // group).to(tl.int64), head * group + row % group
+        inside = is_row[:, None] & (column < dim)[None, :]
+        of_query = token * q_token + row_head * q_head
+        query = tl.load(q + of_query[:, None] + column[None, :], mask=inside, other=0.0)
+        # Rows that hide something read what they see of the last ``width`` keys.
+        hides = is_row & (width > 0)
+        hides = hides & (tl.load(ends + token, mask=hides, other=-1) >= 0)
+        of_seen = seen + (token // each) * s_row + (token % each) * s_token
+        best, total, sums = _over(
+            query, keys + head * k_head, values + head * v_head, slots + tl.load(tiles + 3), of_seen, hides,
+            scale, begin, tl.minimum(begin + part, length), length - width, k_slot, v_slot, s_column, dim,
+            block_dim, block_rows, block_keys,
+        )  # fmt: skip
+        parts = tl.cdiv(length, part)
+        is_last = parts == 1
+        if parts > 1:
+            tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+            size: tl.constexpr = block_rows * (block_dim + 2)
+            those = partial + (tile * splits).to(tl.int64) * size
+            _keep(those + split * size, best, total, sums, block_dim, block_rows)
+            tl.debug_barrier()  # what every thread has kept must be there before the count says so
+            is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == parts - 1
+            if is_last:
+                tl.store(counters + tile, 0)
+                total, sums = _together(those, parts, block_dim, block_rows)
+        if is_last:
+            # A token that sees nothing gives 0; none of a request's does.
+            result = sums / tl.where(total > 0, total, 1.0)[:, None]
+            to = (token * (tl.num_programs(1) * group) + row_head) * dim
+            tl.store(out + to[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _over(  # type: ignore[no-untyped-def]
+    query, keys, values, slots, seen, hides, scale, begin, end, window, k_slot, v_slot, s_column,
+    dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr,
+):  # fmt: skip
+    """Of every row over the keys from ``begin`` to ``end``: the best score, and what the exponentials of all
+    and the values they weigh sum up to (Flash-Attention's running softmax, to the base 2)."""
+    column = tl.arange(0, block_dim)[None, :]
+    best = tl.full((block_rows,), float("-inf"), tl.float32)
+    total = tl.zeros((block_rows,), tl.float32)
+    sums = tl.zeros((block_rows, block_dim), tl.float32)
+    for at in range(begin, end, block_keys):
+        key = at + tl.arange(0, block_keys)
+        is_key = key < end
+        slot = tl.load(slots + key, mask=is_key, other=0).to(tl.int64)[:, None]
+        inside = is_key[:, None] & (column < dim)
+        k = tl.load(keys + slot * k_slot + column, mask=inside, other=0.0)
+        v = tl.load(values + slot * v_slot + column, mask=inside, other=0.0)
+        score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        if at + block_keys > window:
+            asked = hides[:, None] & ((key >= window) & is_key)[None, :]
+            shown = tl.load(seen[:, None] + (key - window)[None, :] * s_column, mask=asked, other=1)
+            score = tl.where(shown == 0, float("-inf"), score)
+        score = tl.where(is_key[None, :], score, float("-inf"))
+        now = tl.maximum(best, tl.max(score, axis=1))
+        base = tl.where(now == float("-inf"), 0.0, now)  # while nothing was seen
+        weight, fade = tl.exp2(score - base[:, None]), tl.exp2(best - base)
+        total = total * fade + tl.sum(weight, axis=1)
+        sums = sums * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        best = now
+    return best, total, sums
+
+
+@triton.jit
+def _keep(to, best, total, sums, block_dim: tl.constexpr, block_rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.arange(0, block_rows), tl.arange(0, block_dim)
+    tl.store(to + row[:, None] * block_dim + column[None, :], sums)
+    tl.store(to + block_rows * block_dim + row, best)
+    tl.store(to + block_rows * (block_dim + 1) + row, total)
+
+
+@triton.jit
+def _together(parts_at, parts, block_dim: tl.constexpr, block_rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of all parts that programs have kept, past the cache of this multiprocessor."""
+    row, column = tl.arange(0, block_rows), tl.arange(0, block_dim)
+    best = tl.full((block_rows,), float("-inf"), tl.float32)
+    total = tl.zeros((block_rows,), tl.float32)
+    sums = tl.zeros((block_rows, block_dim), tl.float32)
+    for _ in range(parts):
+        most = tl.load(parts_at + block_rows * block_dim + row, cache_modifier=".cg")
+        its_total = tl.load(parts_at + block_rows * (block_dim + 1) + row, cache_modifier=".cg")
+        its_sums = tl.load(parts_at + row[:, None] * block_dim + column[None, :], cache_modifier=".cg")
+        now = tl.maximum(best, most)
+        base = tl.where(now == float("-inf"), 0.0, now)
+        fade, gain = tl.exp2(best - base), tl.exp2(most - base)
+        total = total * fade + its_total * gain
+        sums = sums * fade[:, None] + its_sums * gain[:, None]
+        best = now
+        parts_at += block_rows * (block_dim + 2)
+    return total, sums
