@@ -28,16 +28,10 @@ from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
 from adaserve.bench.gpu_check.search import check_search
 from adaserve.engine.filters import Filter, by_sort, differences, examples
 from adaserve.engine.gpu import noise
-from adaserve.engine.gpu.attention import (
-    INT_WORKSPACE_BYTES,
-    AttentionBuffers,
-    FlashInferKernel,
-    SdpaKernel,
-    TreeKernel,
-    own_kernel,
-    set_out,
-)
+from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
+from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInferKernel
 from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.kernel_choice import own_kernel
 from adaserve.engine.gpu.layout import Extent, change_windows, list_slots, slot_lists
 from adaserve.engine.gpu.layout_kernel import change_fused, list_fused
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES

@@ -23,10 +23,11 @@ from adaserve.engine.clock import mark
 from adaserve.engine.device import Drafter, Mark
 from adaserve.engine.filters import Filter, by_sort, checked
 from adaserve.engine.gpu import noise
-from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel, kernel_maker
+from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable, capture_all, least_free_bytes, least_of
 from adaserve.engine.gpu.heads import GpuHead, gpu_head
+from adaserve.engine.gpu.kernel_choice import kernel_maker
 from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
 from adaserve.engine.gpu.model import Parts, SGLangCall
 from adaserve.engine.gpu.sizes import FIRST, READ_AT_ONCE, Key, SearchKey, Sizes, Tiers

@@ -16,16 +16,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaserve.engine.gpu import attention, tiles
-from adaserve.engine.gpu.attention import (
-    AttentionBuffers,
-    FlashInferKernel,
-    SdpaKernel,
-    set_out,
-    usable,
-)
+from adaserve.engine.gpu import kernel_choice, tiles
+from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, set_out
 from adaserve.engine.gpu.attention_kernel import TritonKernel
+from adaserve.engine.gpu.flashinfer_kernel import FlashInferKernel
 from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.kernel_choice import usable
 from adaserve.engine.gpu.layout import Extent
 from tests.engine.gpu.factories import CPU
 
@@ -80,8 +76,8 @@ def test_a_kernel_that_works_serves() -> None:
 )
 def test_the_setting_chooses(setting: Any, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadShape, "of", lambda runner: HEADS)
-    monkeypatch.setattr(attention, "own_kernel", lambda heads, device: None)
-    assert attention.kernel_maker(setting, None, torch.device(device), 8, 64)[0] == name
+    monkeypatch.setattr(kernel_choice, "own_kernel", lambda heads, device: None)
+    assert kernel_choice.kernel_maker(setting, None, torch.device(device), 8, 64)[0] == name
 
 
 def planned_bytes(q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int, tile: int) -> int:

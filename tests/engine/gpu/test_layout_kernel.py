@@ -24,6 +24,7 @@ import inspect, json, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
+from adaserve.engine.gpu.attention_kernel import _attend
 from adaserve.engine.gpu.layout_kernel import _change, _list
 
 hopper = GPUTarget("cuda", 90, 32)
@@ -40,10 +41,17 @@ words, table, numbers = (torch.zeros(64, dtype=kind) for kind in (torch.int32, t
 bools = torch.zeros(64, dtype=torch.bool)
 lists = [(table, numbers[start:], words, stride, 0, 1024) for start, stride in ((0, 16), (1, 17))]
 windows = [
-    (words, bools.byte(), numbers[start:], bools[start:], stride, start, 1, width, 32, False, True)
+    (words, numbers[start:], bools[start:], stride, start, 1, width, 32, False)
     for start, stride, width in ((0, 16, 16), (1, 0, 3))
 ]
-print(json.dumps([kinds(_list, *lists), kinds(_change, *windows)]))
+half, floats = torch.zeros(64, dtype=torch.float16), torch.zeros(64)
+attention = [
+    (half, half, half, half, words, table[start:], numbers[start:], bools.byte()[start:], floats, words, 0.5,
+     6144, 64, 1024, 64, 1024, 64, stride, start, 1, 1 + start, width, 4, 64, 64, rows, 64, 64 + 7 * start)
+    for start, stride, width, rows in ((0, 16, 16, 16), (1, 0, 3, 16))
+]
+kinds(_attend, (*attention[0][:25], 64, *attention[0][26:]))
+print(json.dumps([kinds(_list, *lists), kinds(_change, *windows), kinds(_attend, *attention)]))
 """
 
 

@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from adaserve.bench.gpu_check.kernels import check_filters, check_noise
-from adaserve.engine.gpu.attention import (
-    INT_WORKSPACE_BYTES,
-    AttentionBuffers,
-    FlashInferKernel,
-    SdpaKernel,
-    set_out,
-)
+from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, set_out
+from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInferKernel
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent, change_windows
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES

@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import torch
 
-from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, own_kernel, set_out
+from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, set_out
 from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.kernel_choice import own_kernel
 from adaserve.engine.gpu.layout import Extent
 from tests.engine.gpu.factories import CPU
 from tests.engine.gpu.test_layout import random_case

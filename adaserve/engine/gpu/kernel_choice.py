@@ -1,0 +1,76 @@
+"""Which kernel does the attention of tree forwards."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel, SdpaKernel, TreeKernel, set_out
+from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInferKernel
+from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.layout import Extent
+from adaserve.engine.gpu.tiles import workspace_bytes
+
+logger = logging.getLogger(__name__)
+
+Attention = Literal["auto", "flashinfer", "triton"]
+"""A setting: auto is FlashInfer, or Triton where FlashInfer cannot be compiled or run."""
+Kernel = Literal["sdpa", "flashinfer", "triton"]
+
+
+def kernel_maker(
+    setting: Attention | Kernel, runner: Any, device: torch.device, rows: int, tokens: int
+) -> tuple[Kernel, MakeKernel]:
+    """The kernel that serves, by name: what ``setting`` says on CUDA, SDPA elsewhere. Its forwards have at
+    most ``rows`` requests, padding included, with ``tokens`` in all."""
+    heads = HeadShape.of(runner)
+    if device.type != "cuda":
+        return "sdpa", lambda buffers, rows, place: SdpaKernel(buffers)
+    if setting == "triton":
+        return "triton", own_kernel(heads, device)
+    workspace = torch.empty(workspace_bytes(heads, rows, tokens), dtype=torch.uint8, device=device)
+    plans: dict[int, Tensor] = {}
+
+    def flashinfer(buffers: AttentionBuffers, rows: int, place: int) -> TreeKernel:
+        if place not in plans:
+            plans[place] = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return FlashInferKernel(buffers, rows, heads, workspace, plans[place])
+
+    if setting == "flashinfer":
+        return "flashinfer", flashinfer
+    return usable("flashinfer", flashinfer, heads, device)
+
+
+def own_kernel(heads: HeadShape, device: torch.device) -> MakeKernel:
+    """Triton's, for a model with such heads."""
+    from adaserve.engine.gpu.attention_kernel import TritonKernel, Workspace
+
+    workspace = Workspace(heads, device)
+    return lambda buffers, rows, place: TritonKernel(buffers, rows, workspace)
+
+
+def usable(
+    name: Kernel, make: MakeKernel, heads: HeadShape, device: torch.device
+) -> tuple[Kernel, MakeKernel]:
+    """``make`` if its kernel can be planned, which compiles it, and run; else Triton's, with a sentence."""
+    try:
+        kernel = make(AttentionBuffers.allocate(8, 8, device), 1, 0)
+        set_out(kernel, Extent(np.array([1]), np.array([1])), device)
+        q = torch.zeros(1, heads.q_heads, heads.head_dim, dtype=heads.q_dtype, device=device)
+        pool = torch.zeros(1, heads.kv_heads, heads.head_dim, dtype=heads.kv_dtype, device=device)
+        kernel.run(q, pool, pool, heads.scaling)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # or what it failed with shows later
+    except Exception as error:  # nvcc, ninja, a header, a library: it can be anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
+        logger.warning(
+            "AdaServe: %s cannot be compiled or run on this host, so trees are verified with AdaServe's own "
+            "kernel in Triton (--adaserve-attention flashinfer shows the whole error): %s",
+            name, reason,
+        )  # fmt: skip
+        return "triton", own_kernel(heads, device)
+    return name, make
