@@ -19,12 +19,14 @@ def compare(seed: int, device: torch.device, dtype: torch.dtype = torch.float32)
     """The largest difference over ragged requests, windows and padding; two runs of one plan, between which
     the mask changes as it does between draft steps."""
     extent, seen, _ = random_case(seed)
-    extent = Extent(np.append(extent.q_lens, [3, 0]), np.append(extent.kv_lens, [1, 1]))
+    # Every other case has contexts that are cut into parts.
+    longer = 300 * (seed % 2) * np.arange(len(extent.q_lens))
+    extent = Extent(np.append(extent.q_lens, [3, 0]), np.append(extent.kv_lens + longer, [1, 1]))
     generator = torch.Generator().manual_seed(seed)
     pool, used = int(extent.kv_lens.sum()) + 20, int(extent.kv_lens[:-2].sum())
     keys, values = (torch.randn(pool, 2, 32, generator=generator).to(device, dtype) for _ in range(2))
     q = torch.randn(int(extent.q_lens.sum()), 4, 32, generator=generator).to(device, dtype)
-    buffers = AttentionBuffers.allocate(512, 512, device)
+    buffers = AttentionBuffers.allocate(pool, int(extent.byte_starts[-1]), device)
     buffers.kv_indices.fill_(7)
     buffers.kv_indices[:used].copy_(torch.randperm(pool, generator=generator)[:used])
     buffers.kv_indices[used : used + 2].zero_()
