@@ -18,6 +18,7 @@ class Answer:
     seconds: float
     margins: tuple[float, ...] = ()  # best minus second log-probability at every token, where asked for
     verifications: int = 0  # of a server that speculates
+    tpot_ms: float | None = None  # as SGLang has measured it: from the end of the prefill on
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +35,22 @@ def generate(url: str, prompts: Sequence[Sequence[int]], tokens: int, margins: b
     answers = []
     for reply in send(url, [Ask(p, tokens) for p in prompts], **more):
         top = reply.meta.get("output_top_logprobs") or []
-        made = tuple(t[0][0] - t[1][0] for t in top), int(reply.meta.get("spec_verify_ct") or 0)
-        answers.append(Answer(reply.output_ids, reply.seconds, *made))
+        margins_of = tuple(t[0][0] - t[1][0] for t in top)
+        verifications = int(reply.meta.get("spec_verify_ct") or 0)
+        tpot_ms = 1e3 / per_s if (per_s := reply.meta.get("decode_throughput")) else None
+        answers.append(Answer(reply.output_ids, reply.seconds, margins_of, verifications, tpot_ms))
     return answers
 
 
-def first_s(url: str, prompts: Sequence[Sequence[int]]) -> float:
-    """Mean seconds of requests for one token with the prompts cached: prefill, HTTP and tokenizer."""
-    # The smallest of three: one hiccup in so short a time would make the rest look faster than it is.
-    return min(statistics.mean(a.seconds for a in generate(url, prompts, 1)) for _ in range(3))
-
-
-def pace(url: str, prompts: Sequence[Sequence[int]], tokens: int, first_s: float) -> Pace:
-    """Means over the requests, with the prompts cached. ``first_s`` is taken off."""
+def pace(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> Pace:
+    """Means over the requests. Raises ValueError where the server measures no time per token."""
     whole = generate(url, prompts, tokens)
-    ms = (statistics.mean(a.seconds for a in whole) - first_s) / (tokens - 1) * 1e3
+    paces = [a.tpot_ms for a in whole if a.tpot_ms is not None]
+    if len(paces) < len(whole):
+        raise ValueError("the server measures no time per token: it must run with --enable-metrics")
     verifications = sum(a.verifications for a in whole)
-    return Pace(ms, len(whole) * (tokens - 1) / verifications if verifications else None)
+    accepted = len(whole) * (tokens - 1) / verifications if verifications else None
+    return Pace(statistics.mean(paces), accepted)
 
 
 def margin_noise(ones: Sequence[Answer], others: Sequence[Answer]) -> float:

@@ -329,7 +329,6 @@ class Check:
             total = sum(p.turns(batch, drafts[name]) for batch in left for name in names)
             task = bar.add_task("TPOT", total=total)
             for batch in left:
-                first_s: dict[str, float] = {}
                 samples: dict[str, list[Pace]] = {name: [] for name in names}
                 spent: dict[str, dict[str, float]] = {name: {} for name in names}
                 for turn, name in product(range(p.turns(batch, any(drafts.values()))), names):
@@ -340,10 +339,8 @@ class Check:
                         server.set_policy(name)
                     if name == names[0]:
                         answers.generate(server.url, prompts, 1)  # then they are cached for all names
-                    if name not in first_s:
-                        first_s[name] = answers.first_s(server.url, prompts)
                     before, start_s = _times(server, name), time.perf_counter()
-                    samples[name].append(answers.pace(server.url, prompts, p.tokens, first_s[name]))
+                    samples[name].append(answers.pace(server.url, prompts, p.tokens))
                     if before is not None:
                         now = _spent(before, server.report()["times"])
                         now["wall_s"] = time.perf_counter() - start_s

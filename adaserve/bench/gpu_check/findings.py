@@ -13,7 +13,7 @@ from adaserve.bench.gpu_check.answers import Answer
 from adaserve.server import ServerError
 
 STATE_FILE = "gpu-check.state.json"
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 
 @dataclass(frozen=True, slots=True)
