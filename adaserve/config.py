@@ -121,8 +121,8 @@ class AdaServeConfig(Checked):
     )
     attention: Literal["auto", "flashinfer", "triton"] = Field(
         default="auto",
-        description="attention kernel of tree forwards on a GPU: flashinfer, triton, or auto (flashinfer, or "
-        "triton where that does not work)",
+        description="attention kernel of tree forwards on a GPU: triton (AdaServe's own), flashinfer (or "
+        "triton where that does not work), or auto, the faster one, which is triton so far",
     )
     baseline_ms: float | None = Field(
         default=None,

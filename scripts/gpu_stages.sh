@@ -16,7 +16,7 @@
 # Minutes are guesses until a GPU has run it, one to three of them for every server that has to start. Of the
 # stages from plain to mixed, those that are named together share their servers: "adaserve profile" starts one.
 # Where AdaServe does not start, or its text is not SGLang's, and the small pair is not right either, parts of
-# it are turned off until it is, which says where to look: FlashInfer, CUDA graphs, then overlap as well. All
+# it are turned off until it is, which says where to look: our attention, CUDA graphs, then overlap as well. All
 # stages go on without these.
 #
 # The stages end after DEADLINE seconds (560) in all; what was measured by then is saved, and the same command
@@ -261,6 +261,8 @@ kernels() {
     0) say "the kernels agree with their references. Next: smoke" ;;
     3) remember ATTENTION triton
        say "FlashInfer failed (kernels.json says why) and Triton is right: all stages use Triton now. Next: smoke" ;;
+    4) remember ATTENTION flashinfer
+       say "AdaServe's own attention is not right (kernels.json says why): all stages use FlashInfer's. Next: smoke" ;;
     *) [ -f "$work/kernels.json" ] || tail -5 "$work/kernels.log"
        say "attention, noise, moves or beams has no kernel that is right (kernels.json), so AdaServe's figures may be" \
            "wrong. Stay with this stage where there is time. Run one:" \
@@ -277,10 +279,10 @@ narrow() { # 0: AdaServe is right with some parts turned off, and all stages go 
   [ "$device" = cuda ] || return 1
   local way attention=$ATTENTION flags=$FLAGS found
   say "AdaServe did not start, or its text is not SGLang's: the small pair with parts of it turned off"
-  for way in triton no-graphs nothing; do
+  for way in flashinfer no-graphs nothing; do
     ATTENTION=$attention FLAGS=$flags
-    [ $way = no-graphs ] || ATTENTION=triton
-    [ $way = triton ] || turn_off --disable-cuda-graph
+    [ $way = no-graphs ] || ATTENTION=flashinfer
+    [ $way = flashinfer ] || turn_off --disable-cuda-graph
     [ $way != nothing ] || turn_off --disable-overlap-schedule
     found="$ATTENTION $FLAGS"
     [ "$found" != "$attention $flags" ] || continue

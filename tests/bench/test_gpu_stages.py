@@ -99,6 +99,13 @@ def test_a_kernel_that_fails_changes_the_rest(host: Path) -> None:
     assert " --again " in run(host, "profile", PYTHON=fake, PAIR="small", AGAIN="1").stdout
 
 
+def test_our_own_attention_is_left_where_it_is_wrong(host: Path) -> None:
+    fake = fake_python(host, 'case "$*" in *kernels*) exit 4;; *) echo "$*";; esac')
+    assert run(host, "kernels", PYTHON=fake, PAIR="small").returncode == 0
+    later = run(host, "plain", PYTHON=fake, PAIR="small").stdout
+    assert "--attention-backend flashinfer" in later and "--adaserve-attention flashinfer" in later
+
+
 def test_kernels_choose_anew(host: Path) -> None:
     """What an earlier run of the stage chose is forgotten, and another choice is another check."""
     spoilt = 'case "$*" in *.shapes*) exit 1;; *.kernels*) exit 3;; *) echo "$*";; esac'
@@ -171,7 +178,9 @@ def checks(said: str) -> list[tuple[str, str, list[str]]]:
     ]
 
 
-WAYS = ("triton", "auto--disable-cuda-graph", "triton--disable-cuda-graph--disable-overlap-schedule")
+WAYS = (
+    "flashinfer", "auto--disable-cuda-graph", "flashinfer--disable-cuda-graph--disable-overlap-schedule"
+)  # fmt: skip
 """How parts are turned off, one after the other, as folders of checks name it."""
 
 
@@ -184,7 +193,7 @@ def test_what_is_wrong_is_narrowed_down(host: Path) -> None:
     folders = ["check-small-auto", *(f"smoke-{way}" for way in WAYS), "check-small-auto"]
     assert [folder for folder, _, _ in every] == folders
     assert [flag for _, flag, _ in every[1:4]] == [
-        "triton", "--disable-cuda-graph", "--disable-overlap-schedule",
+        "flashinfer", "--disable-cuda-graph", "--disable-overlap-schedule",
     ]  # fmt: skip
     assert not any(stage.startswith("sglang-own") for stage in every[0][2])
     assert all(stage.startswith("sglang-own") for stage in every[4][2]), "with the time that is left"
@@ -192,7 +201,7 @@ def test_what_is_wrong_is_narrowed_down(host: Path) -> None:
 
 @pytest.mark.parametrize(
     ("right", "tried"),
-    [("-triton", 1), ("--disable-cuda-graph", 2), ("--disable-overlap-schedule", 3)],
+    [("-flashinfer", 1), ("--disable-cuda-graph", 2), ("--disable-overlap-schedule", 3)],
     ids=["attention", "graphs", "all"],
 )
 def test_stages_go_on_without_what_is_wrong(host: Path, right: str, tried: int) -> None:
@@ -210,8 +219,8 @@ def test_stages_go_on_without_what_is_wrong(host: Path, right: str, tried: int) 
     assert [f for f, _, _ in checks(done.stdout)] == ["check-small-auto", *tries, f"check-small-{way}"]
     assert folders("profile") == [f"check-large-{way}"]
     assert folders("profile", ATTENTION="auto", FLAGS="") == ["check-large-auto"]
-    settings = {"PAIR": "small", "ATTENTION": "flashinfer", "FLAGS": ""}
-    asked = [f.replace("-auto", "-flashinfer") for f in ("check-small-auto", *tries, "check-small-auto")]
+    settings = {"PAIR": "small", "ATTENTION": "triton", "FLAGS": ""}
+    asked = [f.replace("-auto", "-triton") for f in ("check-small-auto", *tries, "check-small-auto")]
     assert folders(*stages, **settings) == asked and run(host, *stages, PYTHON=fake, **settings).returncode
     fine = fake_python(host, 'echo "$*"')
     assert run(host, "kernels", PYTHON=fine, PAIR="small").returncode == 0
@@ -234,7 +243,8 @@ def test_the_large_pair_alone_is_no_reason_to_turn_anything_off(host: Path) -> N
     assert all(stage.startswith("sglang-own") for stage in every[2][2]), "with the time that is left"
     wrong = fake_python(host, unfit.replace("*check-large*", "*check-large*|*smoke-auto*"))
     said = run(host, "adaserve", PYTHON=wrong, PAIR="large").stdout
-    folders = ["check-large-auto", "smoke-auto", "smoke-triton", "check-large-triton", "smoke-triton"]
+    folders = ["check-large-auto", "smoke-auto", "smoke-flashinfer", "check-large-flashinfer"]
+    folders += ["smoke-flashinfer"]
     assert [folder for folder, _, _ in checks(said)] == folders and "none is turned off" in said
 
 

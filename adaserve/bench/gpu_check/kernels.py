@@ -363,11 +363,11 @@ def main() -> int:
     for name, result in results.items():
         said = "right" if result["right"] else "; ".join(filter(None, ("NOT right", OPTIONAL.get(name))))
         print(f"{name}: {said} {result.get('error', '')}")
-    # 0: the preferred kernels are right; 3: another one for attention is; 1: attention or another has none.
-    order = [results[name]["right"] for name in ATTENTION if name in results]
-    if not all(results[name]["right"] for name in OTHERS):
+    # 0: all are right; 3: FlashInfer is not, 4: our own attention is not; 1: attention or another has none.
+    right = {name: results[name]["right"] for name in ATTENTION if name in results}
+    if not any(right.values()) or not all(results[name]["right"] for name in OTHERS):
         return 1
-    return 0 if order[0] else 3 if any(order) else 1
+    return 0 if all(right.values()) else 3 if right["triton"] else 4
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ MOST_PARTS, MOST_SPLITS = 1024, 32
 program."""
 
 BUSY = 256
-"""Tiles of all key heads that keep a GPU busy, as two for each multiprocessor do. With fewer, parts are short,
-so that there are more of them."""
+"""Tiles of all key heads that keep a GPU busy, as two for each multiprocessor do. Where there are fewer,
+parts are short, so that there are more of them."""
 
 LOG2_E = 1.4426950408889634
 

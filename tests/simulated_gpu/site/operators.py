@@ -319,41 +319,34 @@ def after_kv_writes(module: Any) -> None:
 
 def after_attention(module: Any) -> None:
     """The interpreter takes a second for each layer; tests of the kernel itself use it."""
-    module.extend_attention_fwd_unified = _attend
+    module.attend_fused = _attend
 
 
 def _attend(
-    q: Any, out: Any, keys: Any, values: Any, k_scale: float, v_scale: float, queries: Any, starts: Any,
-    slots: Any, prefixes: Any, max_len_extend: int, custom_mask: Any, mask_indptr: Any, sm_scale: float,
-    is_causal: bool,
-) -> None:  # fmt: skip
-    """``extend_attention_fwd_unified`` with a mask."""
+    q: Any, keys: Any, values: Any, slots: Any, tiles: Any, window: Any, scaling: float, *_: Any
+) -> Any:
+    """``attend_fused``, by its definition."""
     import torch
 
-    def attend(q: Any, out: Any, keys: Any, values: Any, queries: Any, starts: Any, slots: Any, mask: Any,
-               at: Any) -> None:  # fmt: skip
-        bounds = zip(
-            queries.tolist(), queries[1:].tolist(), starts.tolist(), starts[1:].tolist(), strict=False
-        )
-        for row, (first, end, k_first, k_end) in enumerate(bounds):
-            n, m = end - first, k_end - k_first
-            if not n or not m:
+    def attend(out: Any, q: Any, keys: Any, values: Any, slots: Any, tiles: Any, ends: Any, seen: Any) -> None:
+        group, width = q.shape[1] // keys.shape[1], seen.shape[-1]
+        for start, row, rows, first, length in tiles.tolist():
+            if row or not length:  # the first tile of a request stands for all
                 continue
-            chosen = slots[k_first:k_end].long()
-            k, v = (x[chosen].float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
-            scores = torch.einsum("qhd,khd->hqk", q[first:end].float(), k) * sm_scale
-            seen = mask[int(at[row]) : int(at[row]) + n * m].view(n, m) != 0
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
-            out[first:end] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
+            tokens = slice(start, start + rows // group)
+            chosen = slots[first : first + length].long()
+            k, v = (x[chosen].float().repeat_interleave(group, 1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * scaling
+            hidden = ~seen.flatten(0, 1)[tokens] & (ends.flatten()[tokens] >= 0)[:, None]
+            most = min(width, length)
+            hides = torch.zeros(rows // group, length, dtype=torch.bool)
+            hides[:, length - most :] = hidden[:, width - most :]
+            weights = scores.masked_fill(hides, float("-inf")).softmax(-1).nan_to_num(0.0)
+            out[tokens] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
 
-    assert not is_causal and not bool(alias(prefixes).any())
-    simulate(
-        "attention",
-        attend,
-        (q, out, keys, values, queries, starts, slots, custom_mask, mask_indptr),
-        {},
-        written=(1,),
-    )
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    simulate("attention", attend, (out, q, keys, values, slots, tiles, *window), {}, written=(0,))
+    return out
 
 
 def _counts() -> bytes:

@@ -13,7 +13,7 @@ class _Behind(MetaPathFinder):
 
     modules: ClassVar = {"torch": "torch", "triton.runtime.interpreter": "triton",
                "sglang.kernels.ops.kvcache.kvcache": "kv_writes",
-               "sglang.kernels.ops.attention.extend_attention": "attention"}  # fmt: skip
+               "adaserve.engine.gpu.attention_kernel": "attention"}  # fmt: skip
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         after = self.modules.get(name)
