@@ -74,8 +74,11 @@ EVERY = tuple(
     Case(rows, queries, context, *heads, dtype)
     for heads in (WIDENED, LLAMA)
     for dtype in ("fp16", "bf16")
-    for rows, queries, context in ((1, 1, 500), (1, 16, 500), (64, 1, 1000), (16, 4, 1000), (64, 8, 1000))
-)
+    for rows, queries, context in (
+        (1, 3, 150), (8, 3, 150), (32, 4, 150), (64, 4, 150), (1, 1, 500), (1, 16, 500), (64, 1, 1000),
+        (16, 4, 1000), (64, 8, 1000), (1, 12, 3000),
+    )
+)  # fmt: skip
 SERVED = tuple(c for c in EVERY if (c.q_heads, c.kv_heads, c.head_dim, c.dtype) == (*WIDENED, "fp16"))
 """By the embedded pairs."""
 SMALL = (Case(3, 2, 20, 4, 2, 32, "fp32"), Case(2, 5, 9, 4, 2, 32, "fp16"))
