@@ -113,12 +113,14 @@ class StaticArrays:
         elif self._sent is not None and not self._sent.query():
             self._sent.synchronize()  # only where nobody has waited for what the graph gave
         for name, place, (given, values) in zip(self._names, self._places, arrays.items(), strict=True):
-            count = len(values)
+            count, room = len(values), len(place)
             fits = name == given and values.dtype == place.dtype and values.shape[1:] == place.shape[1:]
-            fits = fits and count <= len(place) == max(rows, count)
-            assert fits, "a graph reads these, so they must stay where they are"
-            place[:count] = values
-            place[count:] = 0
+            assert fits and count <= room == max(rows, count), "a graph reads these: they must stay there"
+            if count == room:
+                place[...] = values
+            else:
+                place[:count] = values
+                place[count:] = 0
         self._there.copy_(self._packed, non_blocking=True)
         if self._sent is not None:
             record(self._sent, self._there.device)
@@ -142,7 +144,11 @@ class QueuedCopy:
     """Tensors (int64, float64 or bool) on their way to the host, in one transfer."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        self._pieces: list[tuple[str, slice, tuple[int, ...], torch.dtype]] = []
+        end = 0
+        for name, t in tensors.items():
+            start, end = end, end + t.numel()
+            self._pieces.append((name, slice(start, end), tuple(t.shape), t.dtype))
         parts = [_as_int64(t) for t in tensors.values()]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._event: torch.cuda.Event | None = None
@@ -164,11 +170,9 @@ class QueuedCopy:
         return self._values
 
     def _unpack(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        out, start = {}, 0
-        for name, (shape, dtype) in self._shapes.items():
-            count = math.prod(shape)
-            piece = values[start : start + count]
-            start += count
+        out = {}
+        for name, where, shape, dtype in self._pieces:
+            piece = values[where]
             if dtype == torch.float64:
                 piece = piece.view(np.float64)
             elif dtype == torch.bool:

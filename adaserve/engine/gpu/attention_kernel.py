@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -108,16 +109,25 @@ class TritonKernel:
 
 def tiles_of(q_lens: np.ndarray, kv_lens: np.ndarray, group: int, cut: Cut) -> np.ndarray:
     """int32 [tiles, TILE]: those of all requests, then unused ones, which have no keys."""
-    each = -(-q_lens * group // cut.rows)
-    request = np.repeat(np.arange(len(q_lens)), each)
-    tiles, n = np.zeros((cut.tiles, TILE), np.int32), len(request)
-    first = np.cumsum(each) - each
-    tiles[:n, 0] = (np.cumsum(q_lens) - q_lens)[request]
-    tiles[:n, 1] = (np.arange(n) - first[request]) * cut.rows
-    tiles[:n, 2] = q_lens[request] * group
-    tiles[:n, 3] = (np.cumsum(kv_lens) - kv_lens)[request]
+    of_queries, request = _tiles_of_queries(q_lens.tobytes(), group, cut)
+    tiles, n = of_queries.copy(), len(request)
+    tiles[:n, 3] = (kv_lens.cumsum() - kv_lens)[request]
     tiles[:n, 4] = kv_lens[request]
     return tiles
+
+
+@lru_cache(maxsize=256)
+def _tiles_of_queries(lens: bytes, group: int, cut: Cut) -> tuple[np.ndarray, np.ndarray]:
+    """The tiles without keys, and the request of each that is used: all drafts over as many requests have
+    the same."""
+    q_lens = np.frombuffer(lens, np.int64)
+    each = -(-q_lens * group // cut.rows)
+    request = np.arange(len(q_lens)).repeat(each)
+    tiles, n = np.zeros((cut.tiles, TILE), np.int32), len(request)
+    tiles[:n, 0] = (q_lens.cumsum() - q_lens)[request]
+    tiles[:n, 1] = (np.arange(n) - (each.cumsum() - each)[request]) * cut.rows
+    tiles[:n, 2] = q_lens[request] * group
+    return tiles, request
 
 
 Window = tuple[Tensor, Tensor]

@@ -42,7 +42,7 @@ class _Prepared:
     columns: Tensor  # int64 [nodes]
     inner: Tensor  # int64 [3, R * n]: row, column and depth of the nodes that are expanded, level by level
     seen: Tensor  # bool [first, columns]: what the first step's tokens see, ``text_seen``
-    kernels: dict[int, TreeKernel]  # by tokens per request of a step
+    kernels: dict[int, tuple[TreeKernel, np.ndarray]]  # by tokens per request of a step; these, int64 [R]
     static: StaticArrays = field(default_factory=StaticArrays)
 
 
@@ -102,7 +102,7 @@ class BeamSearches:
             for x in (shape.columns, expanded(shape, key.rows), text_seen(first, shape.width))
         )
         queries = dict.fromkeys((first, *later))  # tokens per request of the steps
-        kernels = {q: self._kernel(key, q, place) for place, q in enumerate(queries)}
+        kernels = {q: (self._kernel(key, q, place), np.full(key.rows, q)) for place, q in enumerate(queries)}
         prepared = _Prepared(shape, first, columns, inner, seen, kernels)
         if key in parts.sizes.captured:  # others are not kept: there are too many of them
             self._prepared[key] = prepared
@@ -124,13 +124,14 @@ class BeamSearches:
         self, key: SearchKey, prepared: _Prepared, arrays: Arrays, kv_lens: np.ndarray, gap: Gap | None = None
     ) -> tuple[Tensor, Run]:
         """int64 [3, R, nodes], ``Levels.found``. ``arrays``, ``kv_lens`` and ``gap`` are those of a rows."""
-        parts, a, spare = self._parts, len(kv_lens), key.rows - len(kv_lens)
-        padded = np.concatenate([kv_lens, np.ones(spare, np.int64)])
+        parts, a = self._parts, len(kv_lens)
+        padded = np.ones(key.rows, np.int64)
+        padded[:a] = kv_lens
         of_steps = {}
-        for q, kernel in prepared.kernels.items():
-            extent = Extent(np.full(key.rows, q), padded)
+        for q, (kernel, q_lens) in prepared.kernels.items():
+            extent = Extent(q_lens, padded)
             parts.buffers.require(extent)
-            end = of_steps[f"ends-{q}"] = extent.window_ends.reshape(-1, q)
+            of_steps[f"ends-{q}"] = end = extent.ends_of(q)
             end[a:] = -1  # padding sees its one key
             of_steps[f"starts-{q}"] = kernel.plan(extent)
         lists = slot_lists(extent, arrays["pool_rows"], gap)  # keys are the same in all steps
@@ -146,7 +147,7 @@ class BeamSearches:
         parts, shape, base = self._parts, prepared.shape, there["base"][:, None]
         levels = Levels(shape, key.rows, prepared.columns)
         turned = partial(torch.clamp, min=0, max=parts.last_position)  # to positions with a rotary angle
-        for q, kernel in prepared.kernels.items():
+        for q, (kernel, _) in prepared.kernels.items():
             kernel.take(there[f"starts-{q}"])
         q, rows, is_padding = prepared.first, there["pool_rows"][:, None], base == 0
         list_slots(parts.req_to_token, there["lists"], parts.buffers.kv_indices)
@@ -197,7 +198,7 @@ class BeamSearches:
             wanted,
             None if before is None else before.flatten(0, 1),
         )
-        kernel = prepared.kernels[q]
+        kernel, _ = prepared.kernels[q]
         with kernel.hiding(step.ends, step.seen):
             found = parts.call(inputs, rows, kernel)
         logits, states = found.logits.unflatten(0, (rows, -1)), found.states
@@ -261,12 +262,11 @@ def expanded(shape: TreeShape, rows: int) -> np.ndarray:
 
 def at_the_end(batch: TreeBatch, room: int) -> Arrays:
     """Tokens and places, int64 [n, room], a request's at the end of its row; place -1: none."""
-    assert batch.q_lens.max() <= room, "what has no room must be read before"
-    row, ends = batch.row, np.cumsum(batch.q_lens)
-    found = np.zeros((2, len(batch.q_lens), room), np.int64)
-    found[1] = -1
-    found[:, row, room - ends[row] + np.arange(len(batch))] = batch.tokens, batch.places
-    return {"tokens": found[0], "places": found[1]}
+    tokens = np.zeros((len(batch.q_lens), room), np.int64)
+    places = np.full_like(tokens, -1)
+    taken = np.arange(room) >= room - batch.q_lens[:, None]  # fewer than there are where one has no room
+    tokens[taken], places[taken] = batch.tokens, batch.places
+    return {"tokens": tokens, "places": places}
 
 
 def _padding(rows: int, first: int) -> Arrays:

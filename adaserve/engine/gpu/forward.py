@@ -65,7 +65,7 @@ class GpuForward:
         to = Packed(flat, key, np.bool_)
         to.tokens[:count] = np.minimum(batch.tokens, p.last_token)
         to.positions[:count] = np.minimum(batch.positions, p.last_position)
-        to.pool_rows[:count] = batch.pool_rows[batch.row]
+        to.pool_rows[:count] = batch.pool_rows.repeat(batch.q_lens)
         to.places[:count], to.places[count:] = batch.places, -1
         to.ends[:], to.ends[count:] = extent.window_ends, -1
         to.lists[:] = slot_lists(extent, batch.pool_rows, batch.gap)

@@ -40,7 +40,7 @@ class Extent:
     @cached_property
     def byte_starts(self) -> np.ndarray:
         """int64 [R + 1]: where each request's mask starts."""
-        return indptr((self.q_lens * self.kv_lens + 7) // 8)
+        return indptr((self.q_lens * self.kv_lens + 7) >> 3)
 
     @property
     def window_ends(self) -> np.ndarray:
@@ -48,6 +48,10 @@ class Extent:
         before = 8 * self.byte_starts[:-1] - self.qo_starts[:-1] * self.kv_lens
         kv_lens = self.kv_lens.repeat(self.q_lens)
         return before.repeat(self.q_lens) + np.arange(1, len(kv_lens) + 1) * kv_lens
+
+    def ends_of(self, q: int) -> np.ndarray:
+        """int64 [R, q]: ``window_ends`` where every request has q tokens."""
+        return 8 * self.byte_starts[:-1, None] + self.kv_lens[:, None] * np.arange(1, q + 1)
 
 
 def seen_by(batch: TreeBatch) -> np.ndarray:
