@@ -23,7 +23,7 @@ from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sources.source import Drafting, TreeSource
-from adaserve.engine.state import DecodeRows, RequestState, running_batch
+from adaserve.engine.state import Asked, DecodeRows
 from adaserve.engine.tap import Tap
 from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
@@ -75,16 +75,16 @@ class DecodeLoop:
         """One iteration (docs/architecture.md). Everything is queued; what is read has been waited for."""
         pool_rows = rows_of_pool(batch)
         states = self.requests.at(pool_rows.tolist())
-        settings = sampling.Settings.of(batch.reqs, states)
+        settings, asked = sampling.Settings.of(batch.reqs, states), Asked.of(batch.reqs, states)
+        self._take_runs()  # what drafts have read in prefills is no part of this iteration
         self._advance()  # what the last iteration accepted, if that comes late (overlap)
         if grammar_barrier is not None:
             grammar_barrier()  # the same for matchers, which SGLang advances
         if self.learner is not None:
             self.learner.look(self.requests.unfinished, time.perf_counter())
         policy = self.policies.current
-        self._take_runs()  # what drafts have read in prefills is no part of this iteration
         start_s, start = time.perf_counter(), self.device.mark()
-        rows, offers = self._offered(self._rows(batch, pool_rows, states))
+        rows, offers = self._offered(self._rows(batch, pool_rows, asked))
         plan = self.agreement.plan(lambda: policy.plan(rows.running, start_s), rows.running)
         drafts = self._draft(plan, rows)
         drafted = self.device.mark()
@@ -116,12 +116,13 @@ class DecodeLoop:
             self.settle()
         return result
 
-    def _rows(self, batch: Any, pool_rows: np.ndarray, states: list[RequestState]) -> DecodeRows:
-        seq_lens = np.array([s.cached for s in states], np.int64)
-        running = running_batch(batch.reqs, states, seq_lens, self.deepest, self.lengths)
-        seeded = batch.sampling_info.sampling_seed is not None
-        grammars = Grammars.of(batch.reqs, batch.sampling_info)
-        return DecodeRows(states, seq_lens, pool_rows, running, noisy=not seeded, grammars=grammars)
+    def _rows(self, batch: Any, pool_rows: np.ndarray, asked: Asked) -> DecodeRows:
+        states, info = asked.states, batch.sampling_info
+        generated = np.array([len(s.generated) for s in states], np.int64)
+        cached = asked.prompt_tokens + generated - 1  # all but the last one
+        running = asked.running(generated, cached, self.deepest, self.lengths)
+        grammars = Grammars.of(batch.reqs, info)
+        return DecodeRows(states, cached, pool_rows, running, info.sampling_seed is None, grammars)
 
     def _offered(self, rows: DecodeRows) -> tuple[DecodeRows, list[Proposal]]:
         """What sources propose without a forward, which the policy is told before it plans."""

@@ -14,6 +14,9 @@ from adaserve.engine.matchers import can_walk, is_live
 from adaserve.scheduler.interface import RunningBatch
 from adaserve.slo.lengths import OutputLengths
 
+NO_LIMIT = 1 << 20
+"""More tokens than any answer has, and more levels than any tree."""
+
 
 @dataclass(slots=True)
 class RequestState:
@@ -77,20 +80,19 @@ def temperature_of(params: Any) -> float:
     return 0.0 if params.top_k == 1 else float(params.temperature)
 
 
-def max_tree_depth(req: Any, state: RequestState, remaining: int) -> int:
-    """Deepest useful node that is allowed: 0 for requests whose logits depend on more than their own tokens.
-    ``remaining``: tokens that may still be generated."""
+def most_tokens_of(params: Any) -> int:
+    """Of the answer."""
+    return NO_LIMIT if params.max_new_tokens is None else int(params.max_new_tokens)
+
+
+def deepest_allowed(req: Any, state: RequestState) -> int:
+    """Deepest node of a request's trees: 0 where its logits depend on more than its own tokens, or where its
+    grammar cannot be followed down a tree."""
     if req.custom_logit_processor is not None or req.to_finish is not None:
         return 0
     if req.grammar is not None and not (is_live(req.grammar) and can_walk(req.grammar)):
         return 0
-    return remaining - 1 if state.speculation is None else min(remaining - 1, state.speculation)
-
-
-def remaining_tokens(req: Any, state: RequestState) -> int:
-    """Tokens that the request may still generate; at least 1."""
-    limit = req.sampling_params.max_new_tokens
-    return max(1, limit - len(state.generated)) if limit is not None else 1 << 20
+    return NO_LIMIT if state.speculation is None else state.speculation
 
 
 def expected_tokens(state: RequestState, lengths: OutputLengths) -> int:
@@ -100,6 +102,70 @@ def expected_tokens(state: RequestState, lengths: OutputLengths) -> int:
     return ahead if ahead > 0 else lengths.left(state.slo_class, len(state.generated) - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What n requests ask for. It is known before an iteration's outcome is, which only adds tokens."""
+
+    reqs: Sequence[Any]  # SGLang's
+    states: Sequence[RequestState]
+    rids: tuple[str, ...]
+    slo_class: tuple[str, ...]
+    tpot_slo_s: np.ndarray  # float64 [n]
+    decode_start_s: np.ndarray  # float64 [n]
+    temperature: np.ndarray  # float64 [n]: 0 = greedy
+    prompt_tokens: np.ndarray  # int64 [n]
+    most_tokens: np.ndarray  # int64 [n]: of the answer
+    deepest: np.ndarray  # int64 [n]: ``deepest_allowed``, but for requests with a grammar
+    with_grammar: list[int]  # whose matchers the outcome moves on
+    expects: bool  # whether a client said how long its answer will be
+
+    @classmethod
+    def of(cls, reqs: Sequence[Any], states: Sequence[RequestState]) -> Asked:
+        deepest = [
+            0 if r.grammar is not None else deepest_allowed(r, s) for r, s in zip(reqs, states, strict=True)
+        ]
+        return cls(
+            reqs,
+            states,
+            rids=tuple(s.rid for s in states),
+            slo_class=tuple(s.slo_class for s in states),
+            tpot_slo_s=np.array([s.tpot_slo_s for s in states]),
+            decode_start_s=np.array([s.decode_start_s for s in states]),
+            temperature=np.array([temperature_of(r.sampling_params) for r in reqs]),
+            prompt_tokens=np.array([s.prompt_tokens for s in states], np.int64),
+            most_tokens=np.array([most_tokens_of(r.sampling_params) for r in reqs], np.int64),
+            deepest=np.array(deepest, np.int64),
+            with_grammar=[i for i, r in enumerate(reqs) if r.grammar is not None],
+            expects=any(s.osl is not None for s in states),
+        )
+
+    def running(
+        self, generated: np.ndarray, cached: np.ndarray, most: int, lengths: OutputLengths
+    ) -> RunningBatch:
+        """The policy's view of the batch: int64 [n], tokens that were generated and those that are cached.
+        ``most``: levels that a request's KV window has room for."""
+        remaining = np.maximum(self.most_tokens - generated, 1)
+        deepest = self.deepest
+        for i in self.with_grammar:
+            deepest[i] = deepest_allowed(self.reqs[i], self.states[i])
+        likely = None
+        if self.expects or lengths:
+            expected = [expected_tokens(s, lengths) for s in self.states]
+            likely = np.minimum(remaining, np.array(expected, np.int64))
+        return RunningBatch(
+            rids=self.rids,
+            slo_class=self.slo_class,
+            tpot_slo_s=self.tpot_slo_s,
+            decode_start_s=self.decode_start_s,
+            decoded_tokens=np.array([s.decoded for s in self.states], np.int64),
+            context_tokens=cached,
+            remaining_tokens=remaining,
+            max_depth=np.minimum(np.minimum(remaining - 1, most), deepest),
+            temperature=self.temperature,
+            likely_tokens=likely,
+        )
+
+
 def running_batch(
     reqs: Sequence[Any],
     states: Sequence[RequestState],
@@ -107,22 +173,6 @@ def running_batch(
     deepest: int,
     lengths: OutputLengths,
 ) -> RunningBatch:
-    """The policy's view of the batch. ``deepest``: levels that a request's KV window has room for."""
-    each = [(r, s, remaining_tokens(r, s)) for r, s in zip(reqs, states, strict=True)]
-    remaining = np.array([left for _, _, left in each], np.int64)
-    likely = None
-    if lengths or any(s.osl is not None for s in states):
-        expected = [expected_tokens(s, lengths) for s in states]
-        likely = np.minimum(remaining, np.array(expected, np.int64))
-    return RunningBatch(
-        rids=tuple(s.rid for s in states),
-        slo_class=tuple(s.slo_class for s in states),
-        tpot_slo_s=np.array([s.tpot_slo_s for s in states]),
-        decode_start_s=np.array([s.decode_start_s for s in states]),
-        decoded_tokens=np.array([s.decoded for s in states], np.int64),
-        context_tokens=seq_lens,
-        remaining_tokens=remaining,
-        max_depth=np.array([min(deepest, max_tree_depth(*one)) for one in each], np.int64),
-        temperature=np.array([temperature_of(r.sampling_params) for r in reqs]),
-        likely_tokens=likely,
-    )
+    """The policy's view of requests with ``seq_lens`` cached tokens."""
+    generated = np.array([len(s.generated) for s in states], np.int64)
+    return Asked.of(reqs, states).running(generated, seq_lens, deepest, lengths)

@@ -84,16 +84,16 @@ class BeamSource(TreeSource):
         searched, self._searched = self._searched, None
         expanded = 0 if searched is None else searched.ready().steps - 1
         path = accepted.nonzero()[0]
-        depth, tokens = verified.depth[path], verified.tokens[path].tolist()
-        made = depth == 0
-        starts = made.nonzero()[0].tolist()
-        if (drafted := verified.drafted.get(self._number)) is not None:
-            made |= drafted[path]
-        ours, pool_rows = (made & (depth <= expanded)).tolist(), rows.pool_rows.tolist()
+        depth, tokens = verified.depth[path].tolist(), verified.tokens[path].tolist()
+        drafted = verified.drafted.get(self._number)
+        made = [False] * len(path) if drafted is None else drafted[path].tolist()
+        starts, pool_rows = [i for i, d in enumerate(depth) if not d], rows.pool_rows.tolist()
         for row, start, end in zip(pool_rows, starts, [*starts[1:], len(path)], strict=True):
             known = 0
             if searched is not None and row in searched.pool_rows:
-                known = [*ours[start:end], False].index(False)
+                known, most = 1, min(end - start, 1 + expanded)  # the root, then what it made and expanded
+                while known < most and made[start + known]:
+                    known += 1
             self.cache.advanced(row, tokens[start:end], known)
         self.cache.find_holes(pool_rows)
 

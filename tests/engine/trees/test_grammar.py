@@ -18,7 +18,7 @@ from adaserve.engine import transfer
 from adaserve.engine.grammar import Grammars, _apply
 from adaserve.engine.matchers import can_walk, forced, is_live, walk
 from adaserve.engine.sources.forced import spelling_of
-from adaserve.engine.state import RequestState, max_tree_depth
+from adaserve.engine.state import RequestState, deepest_allowed
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.pairs import VOCAB, save_tokenizer
@@ -295,11 +295,11 @@ def test_a_grammar_that_has_ended_masks_nothing_and_drafts_nothing(backend: Back
     for token in [*backend.before, *tokenizer.encode("ba")]:
         grammar.accept_token(token)
     state = RequestState("r", "chat", 1.0, 0.0, generated=[1, 2])
-    assert is_live(grammar) and max_tree_depth(request(grammar), state, 9) > 0
+    assert is_live(grammar) and deepest_allowed(request(grammar), state) > 0
     grammar.accept_token(tokenizer.eos_token_id)
     assert grammar.is_terminated() and not is_live(grammar)
     assert Grammars.of([request(grammar), request(None)], INFO) is None
-    assert max_tree_depth(request(grammar), state, 9) == 0
+    assert deepest_allowed(request(grammar), state) == 0
 
 
 def test_masks_go_to_the_device_as_everything_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,4 +334,4 @@ def test_a_matcher_that_cannot_step_back_drafts_nothing() -> None:
 
     state = RequestState("r", "chat", 1.0, 0.0, generated=[1])
     assert not can_walk(Forward())
-    assert max_tree_depth(request(Forward()), state, 9) == 0
+    assert deepest_allowed(request(Forward()), state) == 0
