@@ -6,6 +6,7 @@ become idle or is no longer; for a request that arrives, its TPOT is predicted o
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -58,13 +59,15 @@ class Forecaster:
             left = np.append(rows, round(self._prompt_tokens.value))
             reading_s = float(prefill_s(left, situation.pressure).sum())
             open_to = min(1.0, stakes.headroom(len(left), reading_s) / situation.config.gate)
-        told = {}
+        told, waits = {}, {}
         for name in self._classes.labels:
             slo = self._slo(name)
             tpot_s = self._ledger.delivered.predict(name, self._by_load_s(name, load), now_s)
-            headroom = slo.tpot_s / tpot_s if np.isfinite(slo.tpot_s) else None
-            wait_s = self._wait_s(slo, self._prompt_tokens.value, situation, finish_s, load)
-            told[name] = ClassForecast(tpot_s * 1e3, headroom, wait_s * 1e3)
+            headroom = slo.tpot_s / tpot_s if math.isfinite(slo.tpot_s) else None
+            alike = slo.ttft_s, headroom is None  # all that a prompt's place in the queue depends on
+            if alike not in waits:
+                waits[alike] = self._wait_s(slo, self._prompt_tokens.value, situation, finish_s, load)
+            told[name] = ClassForecast(tpot_s * 1e3, headroom, waits[alike] * 1e3)
         self.latest = Forecast(open_to, told)
         self._ledger.stats.forecast(self.latest)
         return self.latest

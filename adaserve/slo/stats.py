@@ -20,6 +20,9 @@ from adaserve.slo.events import READING, STAGES, DraftLearning, FinishedRequest,
 from adaserve.slo.forecast import Forecast
 from adaserve.slo.prometheus import ServerMetrics
 
+PUBLISHED_AT_ONCE = 8
+"""Iterations. One by one each would cost 0.1 ms; those of a second, all at once, what an iteration takes."""
+
 BUCKET_S = 2.0
 HISTORY_S = 300.0
 SLOW_KEPT = 12
@@ -210,9 +213,11 @@ class SLOStats:
         self._last, self._last_at = sample, self._clock()
         if self._metrics is not None:
             self._unpublished.append(sample)
+            if len(self._unpublished) == PUBLISHED_AT_ONCE:
+                self._publish(self._metrics)
 
     def _publish(self, metrics: ServerMetrics) -> None:
-        """Tells Prometheus of the iterations since the last time: one by one would cost each 0.1 ms."""
+        """Tells Prometheus of the iterations since the last time."""
         samples, self._unpublished = self._unpublished, []
         for sample in samples:
             metrics.iteration(sample)
@@ -225,7 +230,7 @@ class SLOStats:
             self._metrics.came(routed, stated)
 
     def forecast(self, forecast: Forecast) -> None:
-        """Publishes what one more request would get, and what iterations did: once a second."""
+        """Publishes what one more request would get, and what iterations did: once a second at least."""
         self._forecast = forecast
         if self._metrics is not None:
             self._metrics.forecast(forecast)

@@ -73,6 +73,14 @@ def test_an_idle_server(registry: Any) -> None:
     assert registry.get_sample_value("adaserve:predicted_headroom", {"slo_class": "custom"}) is None
 
 
+def test_classes_that_wait_alike_are_worked_out_once(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes with a TPOT SLO, and those without, as none of them states a TTFT."""
+    ours, asked, inner = forecaster([], registry), [], Forecaster._wait_s
+    monkeypatch.setattr(Forecaster, "_wait_s", lambda self, *more: asked.append(more) or inner(self, *more))
+    said = ours.renew(load([], [Request("w")]), NOW)
+    assert len(said.classes) == 4 and len(asked) == 2
+
+
 def test_a_gate_that_closes(registry: Any) -> None:
     """Twelve at 22 ms: 22 ms per iteration now; one more makes 23, which is less than the SLO x 1.1. With 199
     tokens to come they also stand still while its prompt is read, of 256 tokens until one was seen."""

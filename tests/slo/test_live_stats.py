@@ -15,7 +15,15 @@ from adaserve.slo.events import DraftLearning, FinishedRequest, IterationSample
 from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.snapshot import LEAST_LOST, build_snapshot
-from adaserve.slo.stats import BUCKET_S, HISTORY_S, SLOStats, bin_centre, log_bin, slow_reason
+from adaserve.slo.stats import (
+    BUCKET_S,
+    HISTORY_S,
+    PUBLISHED_AT_ONCE,
+    SLOStats,
+    bin_centre,
+    log_bin,
+    slow_reason,
+)
 
 
 class Clock:
@@ -317,6 +325,18 @@ def test_reasons(values: dict[str, Any], says: str) -> None:
 def test_ratio_bins_are_narrow() -> None:
     for ratio in (0.06, 0.5, 0.97, 1.0, 1.3, 17.0):
         assert bin_centre(log_bin(ratio)) == pytest.approx(ratio, rel=0.016)
+
+
+def test_iterations_are_published_a_few_at_a_time() -> None:
+    """A whole second of them would hold up the iteration after it."""
+    registry = CollectorRegistry()
+    s, _ = stats(registry)
+    published = []
+    for _ in range(2 * PUBLISHED_AT_ONCE + 1):
+        s.iteration(iteration())
+        published.append(registry.get_sample_value("adaserve:iterations_total"))
+    steps = [0.0, *(float(PUBLISHED_AT_ONCE * k) for k in (1, 2))]
+    assert sorted(set(published)) == steps and published.index(steps[1]) == PUBLISHED_AT_ONCE - 1
 
 
 def test_ttft_stands_beside_tpot_and_the_gate_beside_both() -> None:
