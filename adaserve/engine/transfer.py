@@ -115,7 +115,8 @@ class StaticArrays:
         for name, place, (given, values) in zip(self._names, self._places, arrays.items(), strict=True):
             count, room = len(values), len(place)
             fits = name == given and values.dtype == place.dtype and values.shape[1:] == place.shape[1:]
-            assert fits and count <= room == max(rows, count), "a graph reads these: they must stay there"
+            fits = fits and count <= room == max(rows, count)
+            assert fits, "a graph reads these, so they must stay where they are"
             if count == room:
                 place[...] = values
             else:

@@ -24,7 +24,8 @@ class Packed:
     def __init__(self, flat: Any, key: Key, bools: Any) -> None:
         t, r = key.tokens, key.rows
         lists, seen, end = 5 * t, 5 * t + LIST * r, Packed.size(key)
-        self.tokens, self.positions, self.pool_rows, self.places, self.ends = flat[:lists].reshape(5, t)
+        self.of_tokens = flat[:lists].reshape(5, t)
+        self.tokens, self.positions, self.pool_rows, self.places, self.ends = self.of_tokens
         """[tokens] each; ``ends``: ``Extent.window_ends``. Padding has places and ends of -1."""
         self.lists = flat[lists:seen].reshape(r, LIST)
         """``slot_lists``."""
@@ -36,6 +37,16 @@ class Packed:
         return 5 * key.tokens + LIST * key.rows + key.tokens * key.columns // 8
 
 
+class _Prepared:
+    """What forwards of a padded size work with."""
+
+    def __init__(self, kernel: TreeKernel, key: Key) -> None:
+        self.kernel, self.static = kernel, StaticArrays()
+        self.inputs = np.zeros(Packed.size(key), np.int64)
+        self.packed = Packed(self.inputs, key, np.bool_)
+        """The same."""
+
+
 class GpuForward:
     """``ModelForward`` by padded size, on static buffers, with a graph per size where graphs are captured."""
 
@@ -43,7 +54,7 @@ class GpuForward:
         self.parts, self.device, self.most_tokens = parts, parts.device, parts.sizes.most_tokens
         self.sizes, self.table, self.first_tokens = parts.sizes, parts.table, parts.first
         self._searches = BeamSearches(parts)
-        self._prepared: dict[Key, tuple[TreeKernel, StaticArrays]] = {}
+        self._prepared: dict[Key, _Prepared] = {}
         self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end
         self._runs: list[Run] = []
         self._logits: Tensor | None = None  # of all graphs: 16 sizes with 128k tokens would take a gigabyte
@@ -58,20 +69,17 @@ class GpuForward:
         q_lens[:n], q_lens[n], kv_lens[:n] = batch.q_lens, key.tokens - len(batch), batch.kv_lens
         return key, Extent(q_lens, kv_lens)
 
-    def _packed(self, batch: TreeBatch, key: Key, extent: Extent) -> np.ndarray:
+    def _pack(self, batch: TreeBatch, extent: Extent, to: Packed) -> None:
         """The tokens, padded, where their keys are and what they see of these."""
         count, p, seen = len(batch), self.parts, seen_by(batch)
-        flat = np.zeros(Packed.size(key), np.int64)
-        to = Packed(flat, key, np.bool_)
-        to.tokens[:count] = np.minimum(batch.tokens, p.last_token)
-        to.positions[:count] = np.minimum(batch.positions, p.last_position)
+        np.minimum(batch.tokens, p.last_token, out=to.tokens[:count])
+        np.minimum(batch.positions, p.last_position, out=to.positions[:count])
         to.pool_rows[:count] = batch.pool_rows.repeat(batch.q_lens)
-        to.places[:count], to.places[count:] = batch.places, -1
-        to.ends[:], to.ends[count:] = extent.window_ends, -1
+        to.places[:count], to.ends[:] = batch.places, extent.window_ends
+        to.of_tokens[:3, count:], to.of_tokens[3:, count:] = 0, -1
         to.lists[:] = slot_lists(extent, batch.pool_rows, batch.gap)
         to.seen[:] = True
-        to.seen[0, :count, key.columns - seen.shape[1] :] = seen
-        return flat
+        to.seen[0, :count, to.seen.shape[2] - seen.shape[1] :] = seen
 
     def run(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] and their argmax int64 [T], valid until the next forward."""
@@ -81,7 +89,7 @@ class GpuForward:
     def _queue(self, batch: TreeBatch) -> Any:
         """What ``_forward`` gives, padding included."""
         key, extent = self._layout(batch)
-        return self._replay(key, extent, self._packed(batch, key, extent))
+        return self._replay(key, extent, batch)
 
     def logits(self, states: tuple[Tensor, Tensor]) -> Tensor:
         logits = states[0]
@@ -115,7 +123,7 @@ class GpuForward:
         q_lens[:rest] += 1  # as when all requests are there: the kernel is chosen for it
         extent, none = Extent(q_lens, np.ones(key.rows, np.int64)), np.zeros(0, np.int64)
         nothing = TreeBatch(none, none, none, none, none, none, np.zeros((0, 1), np.bool_))
-        self._replay(key, extent, self._packed(nothing, key, extent))
+        self._replay(key, extent, nothing)
 
     def take_runs(self) -> list[Run]:
         runs, self._runs = self._runs, []
@@ -125,10 +133,12 @@ class GpuForward:
         width = int(batch.q_lens.max()) if batch.seen is None else batch.seen.shape[1]
         return self.sizes.verification(len(batch), len(batch.q_lens), width)
 
-    def _replay(self, key: Key, extent: Extent, packed: np.ndarray) -> Any:
+    def _replay(self, key: Key, extent: Extent, batch: TreeBatch) -> Any:
         self.parts.buffers.require(extent)
-        kernel, static = self._prepared.get(key) or self._prepare(key)
-        there = static.put({"inputs": packed, "starts": kernel.plan(extent)}, self.device)
+        prepared = self._prepared.get(key) or self._prepare(key)
+        kernel, inputs = prepared.kernel, prepared.inputs
+        self._pack(batch, extent, prepared.packed)
+        there = prepared.static.put({"inputs": inputs, "starts": kernel.plan(extent)}, self.device)
 
         def forward() -> Any:
             kernel.take(there["starts"])
@@ -140,12 +150,12 @@ class GpuForward:
         self._runs.append(run)
         return output
 
-    def _prepare(self, key: Key) -> tuple[TreeKernel, StaticArrays]:
+    def _prepare(self, key: Key) -> _Prepared:
         """Kept for sizes that have a graph: there are too many of the others. A kernel of these must live
         until its forward is over, since FlashInfer's plan is copied from memory that no allocator watches."""
         if self._eager is not None:
             self._eager[1].wait()
-        prepared = self.parts.make_kernel(self.parts.buffers, key.rows, 0), StaticArrays()
+        prepared = _Prepared(self.parts.make_kernel(self.parts.buffers, key.rows, 0), key)
         if key in self.sizes.captured:
             self._prepared[key] = prepared
         return prepared

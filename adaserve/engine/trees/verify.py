@@ -111,7 +111,7 @@ def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyB
     tree = np.zeros((4 + int(depths.max(initial=0)), len(row)), np.int64)
     tokens, depth, pool_rows, own, *above = tree
     tokens[root], tokens[at], depth[at] = rows.roots, trees.token[node], depths
-    pool_rows[:], own[:] = rows.pool_rows[row], np.arange(len(row))
+    pool_rows[:], own[:] = rows.pool_rows.repeat(q_lens), np.arange(len(row))
     if above:
         stands_at = np.zeros(trees.n_nodes + 1, np.int64)  # where a candidate stands in this batch
         stands_at[node] = at
@@ -142,6 +142,9 @@ def _places(
     places[0], places[1][at] = depth, proposal.column[node]
     drafted = {}
     for held, (number, there) in zip(places[2:], proposal.drafted.items(), strict=True):
+        if there is proposal.column:  # it made every node, so what the target writes it has at the same place
+            held[:], drafted[number] = places[1], depth > 0
+            continue
         column = there[node]
         made = column > 0
         held[at] = np.where(made, column, depth[at])
