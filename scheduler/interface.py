@@ -20,7 +20,7 @@ values feed SDPA on a CPU, FlashInfer on a GPU and the simulator.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -82,19 +82,35 @@ class CandidateTrees:
 
     @cached_property
     def row(self) -> IntArray:
-        """Row of every node, [m]."""
-        return np.arange(self.n_rows).repeat(self.row_start[1:] - self.row_start[:-1])
+        """Row of every node, not to be written, [m]."""
+        return _rows_of(self.row_start.tobytes())[0]
+
+    @cached_property
+    def first(self) -> IntArray:
+        """Index of the first node of every node's row, not to be written, [m]."""
+        return _rows_of(self.row_start.tobytes())[1]
 
     @cached_property
     def above(self) -> IntArray:
         """Index of every node's parent among all nodes, [m]; their number for children of a root."""
-        return np.where(self.parent < 0, self.n_nodes, self.parent + self.row_start[self.row])
+        return np.where(self.parent < 0, self.n_nodes, self.parent + self.first)
 
     @cached_property
     def draft_steps(self) -> int:
         """Draft steps that were run: the depth of the deepest node that one made."""
         depth = self.depth if self.source is None else self.depth[self.source & DRAFTED > 0]
         return int(depth.max(initial=0))
+
+
+@lru_cache(maxsize=64)
+def _rows_of(starts: bytes) -> tuple[IntArray, IntArray]:
+    """``CandidateTrees.row`` and ``first``: searches over as many rows often have the same."""
+    row_start = np.frombuffer(starts, np.int64)
+    sizes = row_start[1:] - row_start[:-1]
+    found = np.arange(len(sizes)).repeat(sizes), row_start[:-1].repeat(sizes)
+    for values in found:
+        values.flags.writeable = False
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def rank(trees: CandidateTrees, f: FloatArray, cap: IntArray | None = None) -> R
     node, row = np.arange(m), trees.row
     sizes = trees.row_start[1:] - trees.row_start[:-1]
     grid = np.zeros((n, int(sizes.max(initial=0))), np.int64)
-    grid[row, node - trees.row_start[row]] = (f.view(np.int64) & ~INDEX_MASK) | (INDEX_MASK - node)
+    grid[row, node - trees.first] = (f.view(np.int64) & ~INDEX_MASK) | (INDEX_MASK - node)
     grid = np.sort(grid, axis=1)[:, ::-1]
     value = (grid & ~INDEX_MASK).view(np.float64)
     return Ranked(grid, value, np.count_nonzero(value, axis=1))

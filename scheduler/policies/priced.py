@@ -104,8 +104,10 @@ class PricedPolicy(BasePolicy):
         if len(running) >= SMALL or self._iterations % RELAXED == 0 or running.rids != self._weighed:
             self._weight, self._weighed = self._weigh(running, context, now_s), running.rids
         deepest = min(self.config.d_max, int(cap.max()))
-        left = uncovered(running.offered, len(running), self.config.d_max)
-        left[cap == 0] = 0.0  # nothing is drafted for them
+        left = None
+        if running.offered is not None or not cap.all():
+            left = uncovered(running.offered, len(running), self.config.d_max)
+            left[cap == 0] = 0.0  # nothing is drafted for them
         window = self._best_window(running)
         read = self._draft_context(running, window)
         depth, width = self._best_shape(running, left, read, deepest) if self.config.drafts else (0, 1)
@@ -175,19 +177,19 @@ class PricedPolicy(BasePolicy):
         return attainment_weight(running, now_s, period, pace, self.config)
 
     def _best_shape(
-        self, running: RunningBatch, left: FloatArray, read: Context, deepest: int
+        self, running: RunningBatch, left: FloatArray | None, read: Context, deepest: int
     ) -> tuple[int, int]:
         """(d, w) with the most expected value per second, by what levels and beams have been worth so far.
 
         ``surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of its verify
-        token, where nothing was offered. ``left`` [n, d_max]: what ``uncovered`` leaves of that. ``read``:
-        what a step reads of the contexts. Now and then one more level or beam is drafted, because
+        token, where nothing was offered. ``left`` [n, d_max]: what ``uncovered`` leaves of that; None = all.
+        ``read``: what a step reads of the contexts. Now and then one more level or beam is drafted, because
         otherwise its worth could never be learned.
 
         All costs are those of now. Steps of now against a rate of past iterations would end drafting when the
         host becomes busy, although verifications take longer as well.
         """
-        n, c = len(left), self.config
+        n, c = len(running), self.config
         regime = self._regime(running)
         if deepest <= 0:
             return 0, 1
@@ -198,7 +200,8 @@ class PricedPolicy(BasePolicy):
         first_s = self.costs.draft_step_s(n, read)
         row_s = max(0.0, self.costs.draft_step_s(2 * n, read) - first_s)
         start_s = plain_s + self.costs.draft_start_s(n, read) + first_s
-        open_rows, beams = left[:, :deepest].sum(axis=0).tolist(), regime.surplus.cumsum(axis=1).T.tolist()
+        open_rows = [float(n)] * deepest if left is None else left[:, :deepest].sum(axis=0).tolist()
+        beams = regime.surplus.cumsum(axis=1).T.tolist()
         depth, width, best = 0, 1, (1.0 + c.least_gain) * roots / plain_s
         for w, levels in enumerate(beams):
             value, seconds, least = roots, start_s, math.inf
@@ -224,11 +227,11 @@ class PricedPolicy(BasePolicy):
         return depth, width
 
     def _worth_drafting(
-        self, running: RunningBatch, left: FloatArray, depth: int, width: int, read: Context
+        self, running: RunningBatch, left: FloatArray | None, depth: int, width: int, read: Context
     ) -> BoolArray | None:
         """Rows [n] for which draft steps bring more than they cost; None = all of them."""
-        n = len(left)
-        if not depth or float(left.min()) == 1.0:
+        n = len(running)
+        if not depth or left is None or float(left.min()) == 1.0:
             return None
         regime = self._regime(running)
         row_s = self.costs.draft_step_s(2 * n, read) - self.costs.draft_step_s(n, read)

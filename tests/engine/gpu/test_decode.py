@@ -21,11 +21,13 @@ from adaserve.engine.cpu import Inputs
 from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests as ServedRequests
+from adaserve.engine.sampling import Settings
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.own import SelfSource
 from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
-from adaserve.engine.state import RequestState
+from adaserve.engine.state import Asked, RequestState
 from adaserve.engine.tap import Tap
+from adaserve.engine.transfer import QueuedCopy
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import MODEL, SECOND_MODEL, IterationOutcome
@@ -345,6 +347,27 @@ def test_under_overlap_the_policy_learns_while_the_next_draft_is_on_its_way() ->
     run.step()
     run.step()
     assert events == ["plan", "propose", "select", "advanced", "plan", "propose", "observe", "select"]
+
+
+def test_what_requests_ask_for_is_read_while_the_outcome_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same whatever was accepted, and a GPU has nothing to do behind an outcome."""
+    run, events = Run("adaserve", overlap=True), []
+    run.step()
+
+    def noted(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            events.append(f"{owner.__name__}.{name}")
+            return inner(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in ((Asked, "of"), (Settings, "of"), (QueuedCopy, "read"), (Asked, "running")):
+        noted(owner, name)
+    run.step()
+    assert events[:3] == ["Settings.of", "Asked.of", "QueuedCopy.read"]
+    assert events.index("Asked.running") > 2, "it needs the lengths"
 
 
 @pytest.mark.parametrize("device", DEVICES)
