@@ -261,10 +261,12 @@ def expanded(shape: TreeShape, rows: int) -> np.ndarray:
 
 
 def at_the_end(batch: TreeBatch, room: int) -> Arrays:
-    """Tokens and places, int64 [n, room], a request's at the end of its row; place -1: none."""
+    """Tokens and places, int64 [n, room], a request's at the end of its row; place -1: none.
+
+    Raises ValueError where one has more tokens: what has no room must be read before."""
     tokens = np.zeros((len(batch.q_lens), room), np.int64)
     places = np.full_like(tokens, -1)
-    taken = np.arange(room) >= room - batch.q_lens[:, None]  # fewer than there are where one has no room
+    taken = np.arange(room) >= room - batch.q_lens[:, None]
     tokens[taken], places[taken] = batch.tokens, batch.places
     return {"tokens": tokens, "places": places}
 
