@@ -121,7 +121,7 @@ class DecodeLoop:
         generated = np.array([len(s.generated) for s in states], np.int64)
         cached = asked.prompt_tokens + generated - 1  # all but the last one
         running = asked.running(generated, cached, self.deepest, self.lengths)
-        grammars = Grammars.of(batch.reqs, info)
+        grammars = Grammars.of(batch.reqs, info) if asked.with_grammar else None
         return DecodeRows(states, cached, pool_rows, running, info.sampling_seed is None, grammars)
 
     def _offered(self, rows: DecodeRows) -> tuple[DecodeRows, list[Proposal]]:
