@@ -38,11 +38,6 @@ class RequestState:
     learn: bool = True  # whether its client allows that the draft learns from it
     prompt_tokens: int = 0
 
-    @property
-    def cached(self) -> int:
-        """Its tokens in the KV cache: all but the last one."""
-        return self.prompt_tokens + len(self.generated) - 1
-
     def advance(self, tokens: list[int]) -> None:
         """Takes in what an iteration emitted."""
         self.generated.extend(tokens)
@@ -107,7 +102,7 @@ class Asked:
     """What n requests ask for. It is known before an iteration's outcome is, which only adds tokens."""
 
     reqs: Sequence[Any]  # SGLang's
-    states: Sequence[RequestState]
+    states: list[RequestState]
     rids: tuple[str, ...]
     slo_class: tuple[str, ...]
     tpot_slo_s: np.ndarray  # float64 [n]
@@ -120,7 +115,7 @@ class Asked:
     expects: bool  # whether a client said how long its answer will be
 
     @classmethod
-    def of(cls, reqs: Sequence[Any], states: Sequence[RequestState]) -> Asked:
+    def of(cls, reqs: Sequence[Any], states: list[RequestState]) -> Asked:
         deepest = [
             0 if r.grammar is not None else deepest_allowed(r, s) for r, s in zip(reqs, states, strict=True)
         ]
@@ -168,7 +163,7 @@ class Asked:
 
 def running_batch(
     reqs: Sequence[Any],
-    states: Sequence[RequestState],
+    states: list[RequestState],
     seq_lens: np.ndarray,
     deepest: int,
     lengths: OutputLengths,
