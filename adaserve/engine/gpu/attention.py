@@ -34,13 +34,12 @@ class AttentionBuffers:
     def require(self, extent: Extent) -> None:
         """Raises RuntimeError with the remedy where a forward has no room."""
         entries, used = int(extent.kv_starts[-1]), int(extent.byte_starts[-1])
+        slots, mask = self.kv_indices.numel(), self.mask.numel()
         remedy = "lower --max-running-requests or --context-length"
-        if entries > len(self.kv_indices):
-            raise RuntimeError(
-                f"{entries} KV entries are more than the {len(self.kv_indices)} that are reserved: {remedy}"
-            )
-        if used > len(self.mask):
-            raise RuntimeError(f"a tree mask of {used} bytes exceeds the {len(self.mask)} reserved: {remedy}")
+        if entries > slots:
+            raise RuntimeError(f"{entries} KV entries are more than the {slots} that are reserved: {remedy}")
+        if used > mask:
+            raise RuntimeError(f"a tree mask of {used} bytes exceeds the {mask} reserved: {remedy}")
 
     @contextmanager
     def hiding(self, ends: Tensor, seen: Tensor) -> Iterator[None]:

@@ -328,7 +328,9 @@ def _attend(
     """``attend_fused``, by its definition."""
     import torch
 
-    def attend(out: Any, q: Any, keys: Any, values: Any, slots: Any, tiles: Any, ends: Any, seen: Any) -> None:
+    def attend(
+        out: Any, q: Any, keys: Any, values: Any, slots: Any, tiles: Any, ends: Any, seen: Any
+    ) -> None:
         group, width = q.shape[1] // keys.shape[1], seen.shape[-1]
         for start, row, rows, first, length in tiles.tolist():
             if row or not length:  # the first tile of a request stands for all
