@@ -9,7 +9,8 @@ import numpy as np
 
 from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.interface import FloatArray, IntArray, RunningBatch
-from adaserve.scheduler.latency import Latency
+from adaserve.scheduler.kv_reading import FadingFit
+from adaserve.scheduler.latency import ForwardCost, Latency
 
 NEWEST = 0.1
 """Weight of the newest iteration in the moving averages."""
@@ -27,11 +28,15 @@ class Stakes:
     iterations: FloatArray  # until it comes
     cycle_s: FloatArray  # [k + 1], of an iteration with 0, 1, ..., k more requests
 
-    def headroom(self, joining: int, reading_s: float) -> float:
-        """The time left until the last token is due over the time that it needs, least over the requests, if
-        ``joining`` more of them run and their prompts take ``reading_s``; inf if nothing is at stake."""
+    def headroom(self, joining: int, reading_s: float, spared: int = 0) -> float:
+        """The time left until the last token is due over the time that it needs, least over the requests but
+        the ``spared`` tightest, if ``joining`` more of them run and their prompts take ``reading_s``; inf if
+        nothing is at stake."""
+        if spared >= len(self.left_s):
+            return np.inf
         cycle_s = float(self.cycle_s[min(joining, len(self.cycle_s) - 1)])
-        return float(np.min(self.left_s / (self.iterations * cycle_s + reading_s), initial=np.inf))
+        room = self.left_s / (self.iterations * cycle_s + reading_s)
+        return float(np.partition(room, spared)[spared])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,49 @@ class Pressure:
     decodes: int = 0  # decode iterations since the last chunk
     spent_s: float = 0.0  # seconds of prefill since the last decode iteration
     lost_wait_s: float = np.inf  # seconds since a lost prompt was started for having waited longest
+
+    @property
+    def worth_tokens(self) -> float:
+        """Prompt tokens whose reading takes as long as what a forward takes in any case."""
+        if len(self.sizes) == 1:
+            return 0.0
+        token_s = float(self.seconds[-1] - self.seconds[0]) / float(self.sizes[-1] - self.sizes[0])
+        return max(0.0, float(self.seconds[0]) / token_s - 1.0) if token_s > 0 else np.inf
+
+
+class LearnedPrefills:
+    """What a forward that reads prompts takes, beginning with a guess: fixed + tokens x per_token, a least
+    squares fit by relative errors, in which a time that was far too long hardly counts.
+
+    It is a line and no table of sizes, since the fixed part counts: it says whether prompts should share a
+    forward. Nobody prefills a single token, and a table knows of sizes that it has not seen what was guessed.
+    """
+
+    KEPT = 0.995  # of the weight of older forwards, per forward: all of an overload are of one size
+    PRIOR = 0.02  # of the weight of a forward, for the guess
+    FAR = 1024.0  # tokens: the guess is what it says for one token and for so many
+
+    def __init__(self, one_s: float, far_s: float) -> None:
+        """First guesses: seconds of a forward of one token, and of ``FAR``."""
+        rows = self.PRIOR * np.array([[1 / one_s, 1 / one_s], [1 / far_s, self.FAR / far_s]])
+        self._fit = FadingFit(rows, np.full(2, self.PRIOR), self.KEPT)
+        self._work_out()
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A forward that was served; nonsense (not finite, not positive) is ignored."""
+        if tokens > 0 and np.isfinite(seconds) and seconds > 0:
+            unit = max(seconds, self.cost.fixed_s + tokens * self.cost.per_token_s)
+            self._fit.add((1 / unit, tokens / unit), seconds / unit)
+            self._work_out()
+
+    def _work_out(self) -> None:
+        fixed_s, token_s = self._fit.solve()
+        self.cost = ForwardCost(fixed_s=fixed_s, per_token_s=token_s)
+
+    def chunks(self, most: int, slowdown: float = 1.0) -> tuple[IntArray, FloatArray]:
+        """Sizes [k] up to ``most`` tokens, and their seconds [k], both rising."""
+        sizes = np.unique(np.linspace(1, most, 128).astype(np.int64))
+        return sizes, self.cost.alone(sizes.astype(np.float64)) * slowdown
 
 
 class RecentWork:

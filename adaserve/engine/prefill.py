@@ -32,7 +32,7 @@ from adaserve.scheduler.prefill import (
     looked_at,
     plan_prefill,
 )
-from adaserve.scheduler.pressure import RecentWork
+from adaserve.scheduler.pressure import LearnedPrefills, RecentWork
 from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
@@ -82,7 +82,8 @@ class PrefillPacer:
             lost_every_s=config.prefill_lost_interval_ms / 1e3 or None,
         )
         self._costs, self._ledger, self._states = costs, ledger, states
-        self._prefills = costs.prefills()
+        guess = costs.prefills()
+        self._prefills = LearnedPrefills(guess.quiet_s(1), guess.quiet_s(int(LearnedPrefills.FAR)))
         self.outlook = Outlook(costs)
         self._recent = RecentWork()
         self._holds = HoldBudget(tenant_share, tenant_share * self._rule.patience_s)
@@ -117,8 +118,7 @@ class PrefillPacer:
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """A prefill forward, target and draft."""
         self._recent.prefilled(seconds)
-        if tokens > 0:
-            self._prefills.observe(tokens, seconds, self._costs.slowdown)
+        self._prefills.observe(tokens, seconds / self._costs.slowdown)
 
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
@@ -164,9 +164,7 @@ class PrefillPacer:
         waiting = [*started, *(load.waiting[i] for i in picked)]
         places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)
         running, batch = self._decoding(load.running, now_s)
-        sizes = np.unique(np.linspace(1, load.most_tokens, 128).astype(np.int64))
-        seconds = self._prefills.quiet_curve(load.most_tokens)[sizes] * self._costs.slowdown
-        chunks = sizes, np.maximum.accumulate(seconds)
+        chunks = self._prefills.chunks(load.most_tokens, self._costs.slowdown)
         pressure = self._recent.pressure(self._costs, batch, len(waiting) + 1, chunks, now_s)
         rule, queue = replace(self._rule, chunk_tokens=load.most_tokens), self._waiting(waiting, load.started)
         return View(Situation(rule, queue, now_s, pressure), waiting, places, running, batch)

@@ -12,7 +12,7 @@ import numpy as np
 from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel, StepCost
 from adaserve.scheduler.prefill import PrefillConfig, Situation, plan_prefill
-from adaserve.scheduler.pressure import Pressure, RecentWork
+from adaserve.scheduler.pressure import LearnedPrefills, Pressure, RecentWork
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.waiting import WaitingPrompts, waiting_batch
 from adaserve.scheduler.simulator.workload import SimRequest
@@ -57,6 +57,8 @@ class Replica(ABC):
         self._output_left, self._prompt_left = 0, 0  # tokens of all requests here, outputs by their caps
         self._last_end_s = 0.0
         self._recent = RecentWork()
+        one_s, far_s = (self._both_s(tokens) for tokens in (1.0, LearnedPrefills.FAR))
+        self._prefills = LearnedPrefills(one_s, far_s)
         self._drafted_chunk = 0  # tokens of the present chunk that the draft model reads, too
 
     @abstractmethod
@@ -121,6 +123,7 @@ class Replica(ABC):
         seconds = self._noisy(alone_s)
         self.now_s += seconds
         self._recent.prefilled(seconds)
+        self._prefills.observe(tokens, seconds)
 
     def _take_chunk(self) -> Chunk:
         if not len(self.waiting):
@@ -171,9 +174,13 @@ class Replica(ABC):
         return Situation(self.config.prefill, waiting, self.now_s, pressure)
 
     def _pressure(self, joining: int) -> Pressure:
-        """What chunks would cost the running requests: alone, or riding in their verification (mixed)."""
-        beside = len(self.rows) if self.config.prefill_mode == "mixed" else 0
-        chunks, running = chunk_costs(self.config, self._drafts, beside), self.rows.batch(None, 0)
+        """What chunks would cost the running requests: alone, as learned, or riding in their verification
+        (mixed), as it is."""
+        running = self.rows.batch(None, 0)
+        if self.config.prefill_mode == "mixed" and len(self.rows):
+            chunks = chunk_costs(self.config, self._drafts, len(self.rows))
+        else:
+            chunks = self._prefills.chunks(self.config.prefill.chunk_tokens)
         return self._recent.pressure(self.config.latency, running, joining, chunks, self.now_s)
 
     def _finish_prefill(self, chunk: Chunk) -> None:
@@ -187,6 +194,11 @@ class Replica(ABC):
             if request.output_tokens <= 1:
                 self._end(request)
         self.rows.join([r for r in ready if not r.finished])
+
+    def _both_s(self, tokens: float) -> float:
+        """What a server expects of a forward that reads so many tokens before it has seen any."""
+        latency = self.config.latency
+        return latency.verify_s(tokens) + (latency.draft_step_s(tokens) if self._drafts else 0.0)
 
     def _draft_prefill_s(self) -> float:
         """What the draft model takes for its part of the chunk."""
@@ -230,15 +242,10 @@ class Replica(ABC):
 
 @lru_cache(maxsize=1024)
 def chunk_costs(config: ReplicaConfig, drafts: bool, beside: int) -> tuple[IntArray, FloatArray]:
-    """Chunk sizes [k], and the seconds [k] that they add to a forward of ``beside`` tokens, or take alone;
-    both rising."""
+    """Chunk sizes [k], and the seconds [k] that they add to a forward of ``beside`` tokens; both rising."""
     latency = config.latency
     sizes = np.unique(np.linspace(1, config.prefill.chunk_tokens, 64).astype(np.int64))
-    if config.prefill_cost is not None and not beside:
-        return sizes, np.maximum.accumulate(config.prefill_cost.alone(sizes.astype(np.float64)))
-    seconds = latency.verify_s(beside + sizes.astype(np.float64))
-    if beside:
-        seconds -= latency.verify_s(float(beside))
+    seconds = latency.verify_s(beside + sizes.astype(np.float64)) - latency.verify_s(float(beside))
     if drafts:
         seconds += np.array([latency.draft_step_s(int(t)) for t in sizes])
     return sizes, np.maximum.accumulate(seconds)

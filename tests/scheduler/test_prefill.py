@@ -25,7 +25,7 @@ from adaserve.scheduler.prefill import (
     prefill_s,
     slack_tokens,
 )
-from adaserve.scheduler.pressure import Pressure, RecentWork, Stakes, stakes_of, stall_slack
+from adaserve.scheduler.pressure import LearnedPrefills, Pressure, RecentWork, Stakes, stakes_of, stall_slack
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
@@ -414,6 +414,19 @@ def test_prompts_that_may_start_wait_for_those_that_are_held_back():
     assert by_launches((100, 200), 0.02, 0.0004).tokens >= 100, "its tokens take most of the time"
     assert by_launches((150, 200, 40), config=LOSING, now_s=0.0).tokens == 0
     assert by_launches((150, 200, 40), config=LOSING, now_s=9.0).tokens > 0, "one has waited for too long"
+
+
+def test_learned_prefills_know_the_fixed_part_without_forwards_of_one_token():
+    """As on an H200: a guess of 6 ms where forwards take 54 and more, and nobody reads one token."""
+    learned, rng = LearnedPrefills(0.006, 0.021), np.random.default_rng(0)
+    assert learned.cost.alone(np.array([1.0, 1024.0])) == pytest.approx([0.006, 0.021], rel=0.01)
+    for tokens in rng.integers(20, 2049, 60).tolist():
+        learned.observe(tokens, (0.054 + 16e-6 * tokens) * rng.lognormal(0.0, 0.05))
+    learned.observe(100, math.nan)
+    learned.observe(100, 5.0)  # somebody stopped the host
+    sizes, seconds = learned.chunks(2048, slowdown=2.0)
+    assert sizes[0] == 1 and sizes[-1] == 2048
+    assert seconds[[0, -1]] == pytest.approx(2 * np.array([0.054, 0.087]), rel=0.1)
 
 
 def test_gate_admits_as_many_as_there_is_room_for():
