@@ -47,20 +47,16 @@ GATE_CLAIM = 0.6
 STARTING_ITERATIONS = 12
 """Iterations that pass between the decision that a prompt starts and its first token, beyond its prefill."""
 
-SHARED_EVERY = 5.0
-"""Prompts that may start wait for others to share a forward with until the running requests have decoded for
-this many times what a prefill of one token takes."""
-
-MOSTLY_FIXED = 0.75
-"""They wait if a prefill of one token takes this share of what theirs would take: more tokens of others cost
-hardly more."""
+PER_LOST = 4
+"""For so many prompts that start together, one running request may lose its SLO: a queue must not wait for
+the last slow ones of a batch."""
 
 MOST_WAITING = 64
 """A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
 
 MOST_LATE = 16
-"""And at this many that can't, with a TTFT SLO and without, those that have waited longest: more of them
-change nothing."""
+"""And at this many that can't and state a TTFT SLO, those that have waited longest: more of them change
+nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +110,12 @@ class WaitingBatch:
     ttft_slo_s: FloatArray  # inf = none
     prompt_left: IntArray  # tokens still to be prefilled
     started: BoolArray  # part of the prompt is in the cache, or it was retracted after its first token
-    has_tpot_slo: BoolArray
+    tpot_slo_s: FloatArray  # inf = none to meet, see ``tpot_to_meet_s``
+
+    @property
+    def has_tpot_slo(self) -> BoolArray:
+        """Who has a TPOT SLO to meet, [n]."""
+        return np.isfinite(self.tpot_slo_s)
 
     @property
     def stated(self) -> BoolArray:
@@ -170,9 +171,9 @@ def least_chunk(sizes: IntArray, seconds: FloatArray, waste: float = 1.15) -> in
     return int(sizes[int(np.argmax(per_token_s <= waste * per_token_s[-1]))])
 
 
-def has_tpot_slo(tpot_slo_s: float, most_tokens: int) -> bool:
-    """Whether a request has a TPOT SLO to meet: an answer of one token has no TPOT."""
-    return math.isfinite(tpot_slo_s) and most_tokens != 1
+def tpot_to_meet_s(tpot_slo_s: float, most_tokens: int) -> float:
+    """The TPOT SLO of a request, inf where none is stated: an answer of one token has no TPOT."""
+    return math.inf if most_tokens == 1 else tpot_slo_s
 
 
 def first_token_due_s(arrival_s: Numbers, ttft_slo_s: Numbers, otherwise_s: float) -> Numbers:
@@ -225,31 +226,48 @@ def slack_tokens(situation: Situation, order: IntArray) -> int:
     within = int(np.searchsorted(seconds, max(bearable_s, claimed_s) - pressure.spent_s, side="right"))
     tokens = min(int(sizes[within - 1]) if within else 0, config.chunk_tokens)
     beside = int(waiting.prompt_left[order[0]]) + 1 if _overtakes_first(waiting, order) else 0
-    worth_it = max(config.least_tokens, least_chunk(sizes, seconds))
+    unsplit = unsplit_tokens(situation, order)
+    worth_it = unsplit or max(config.least_tokens, least_chunk(sizes, seconds))
     least = max(min(worth_it, config.chunk_tokens), beside)
     if tokens < min(least, left):
         if pressure.decodes < config.most_decodes:
             return 0
         tokens = least
+    if unsplit:
+        return unsplit
     # As few chunks as that size needs, but equal ones: no forward for a few tokens at the end.
     if tokens < min(left, config.chunk_tokens):
         return max(beside, -(-left // -(-left // tokens)))
     return tokens
 
 
-def better_shared(situation: Situation, order: IntArray) -> bool:
-    """Whether prompts that may start, all of ``order`` (not empty), wait for some that are held back to share
-    a forward with: there is the more room the longer the running requests have decoded.
+def groups(situation: Situation, order: IntArray) -> list[IntArray]:
+    """``order`` in groups that are worth a forward: prompts that follow each other, until reading their
+    tokens takes as long as a forward does in any case, or no more fit whole into one. Lost ones are never
+    in a group with others.
 
-    Only where a forward's fixed cost is ``MOSTLY_FIXED`` of what they would take, as on a GPU, and up to
-    ``SHARED_EVERY``."""
-    waiting, pressure = situation.waiting, situation.pressure
-    left, fixed_s = waiting.prompt_left[order].sum(), float(pressure.seconds[0])
-    if pressure.decodes * pressure.period_s >= SHARED_EVERY * fixed_s or waiting.started[order].any():
-        return False
-    others = len(order) < len(waiting.prompt_left)
-    fixed = fixed_s > MOSTLY_FIXED * float(prefill_s(left, pressure))
-    return others and fixed and bool(left < least_chunk(pressure.sizes, pressure.seconds))
+    On a GPU, where one prompt costs nearly what ten cost, a group is all that fit; on a CPU it is one."""
+    waiting, enough = situation.waiting, situation.pressure.worth_tokens
+    lost = (situation.late & waiting.stated)[order].tolist()
+    ends, tokens = list[int](), 0
+    for i, more in enumerate(waiting.prompt_left[order].tolist()):
+        full = tokens >= enough or tokens + more > situation.config.chunk_tokens
+        if i and (full or lost[i] != lost[i - 1]):
+            ends.append(i)
+            tokens = 0
+        tokens += more
+    return [group for group in np.split(order, ends) if len(group)]
+
+
+def unsplit_tokens(situation: Situation, order: IntArray) -> int:
+    """Of the prompts of ``order`` that fit whole into a forward, where a chunk must end with one of them: two
+    halves would cost more than they spare. 0 = nowhere."""
+    waiting, most = situation.waiting, situation.config.chunk_tokens
+    if _overtakes_first(waiting, order):
+        return 0
+    ends = np.cumsum(waiting.prompt_left[order])
+    whole = int(ends[ends <= most].max(initial=0))
+    return whole if whole <= situation.pressure.worth_tokens else 0
 
 
 def overtaking(config: PrefillConfig, waiting: WaitingBatch, due_s: FloatArray) -> BoolArray:
@@ -306,37 +324,48 @@ def held_back(situation: Situation, order: IntArray) -> BoolArray:
     ``LOST_HEADROOM``. One without a TTFT SLO loses nothing by waiting, so it always waits for ``gate``.
     """
     config, waiting, pressure = situation.config, situation.waiting, situation.pressure
-    held = np.zeros(len(order), np.bool_)
     if config.gate is None:
-        return held
-    left_s = situation.aims_s[order] - situation.now_s - STARTING_ITERATIONS * pressure.period_s
-    work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
+        return np.zeros(len(order), np.bool_)
+    left, least = waiting.prompt_left, needed_headroom(situation, order)
+    starts = np.isin(np.arange(len(left)), order[least[order] == 0.0])
+    closed = np.inf  # the least headroom that a group needs which waits
+    for group in groups(situation, order[~starts[order]]):
+        tokens, needed = int(left[group].sum()), float(least[group].min())
+        reading_s = float(prefill_s(left[starts].sum() + tokens, pressure))
+        joining = int(np.count_nonzero(starts)) + len(group)
+        room = pressure.stakes.headroom(joining, reading_s, len(group) // PER_LOST)
+        waits = room < needed or (needed >= closed and tokens < pressure.worth_tokens)
+        starts[group] = not waits
+        closed = min(closed, needed) if waits else closed
+    return ~starts[order]
+
+
+def needed_headroom(situation: Situation, order: IntArray) -> FloatArray:
+    """With which headroom each prompt may start, [n]; 0: it does not wait. ``order``: first to last."""
+    config, waiting, pressure = situation.config, situation.waiting, situation.pressure
+    late, stated = situation.late, waiting.stated
+    work_s = np.zeros(len(late))
+    work_s[order] = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
+    left_s = situation.aims_s - situation.now_s - STARTING_ITERATIONS * pressure.period_s
     can_wait = work_s < GATE_CLAIM * left_s
-    least, gate = np.zeros(len(order)), np.full(len(order), config.gate)
+    least, gate = 0.0, np.full(len(late), config.gate)
     if config.lost_every_s is not None:
-        late, stated = situation.late, waiting.stated
-        least[:] = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LATE * int(np.count_nonzero(late)))
-        can_wait |= (late | ~stated)[order]
-        gate[(late & stated)[order]] = max(config.gate, LOST_HEADROOM)
-    least = np.where(waiting.started[order], 0.0, np.where(can_wait, gate, least))
-    left = waiting.prompt_left[order]
-    joining, reading = int(np.count_nonzero(least == 0.0)), int(left[least == 0.0].sum())
-    with_s = prefill_s(reading + left, pressure)
-    for i in np.flatnonzero(least).tolist():
-        held[i] = pressure.stakes.headroom(joining + 1, float(with_s[i])) < least[i]
-        if not held[i]:
-            joining, reading = joining + 1, reading + int(left[i])
-            with_s = prefill_s(reading + left, pressure)
-    return held
+        least = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LATE * int(np.count_nonzero(late)))
+        can_wait |= late | ~stated
+        gate[late & stated] = max(config.gate or 0.0, LOST_HEADROOM)
+    return np.where(waiting.started, 0.0, np.where(can_wait, gate, least))
 
 
-def first_to_start(waiting: WaitingBatch, order: IntArray) -> IntArray:
+def first_to_start(situation: Situation, order: IntArray) -> IntArray:
     """Of ``order``, what may start while nobody decodes, when the gate has nobody to ask about.
 
-    Of the prompts with a TPOT SLO only the first: the gate judges the others by it, an iteration later. If
-    all that wait started together, all of them could be too slow."""
-    bound = waiting.has_tpot_slo[order]
-    return order[~bound | waiting.started[order] | (np.cumsum(bound) == 1)]
+    Of the prompts with a TPOT SLO only the first group: the gate judges the others by it, an iteration later.
+    If all that wait started together, all of them could be too slow."""
+    waiting = situation.waiting
+    bound = waiting.has_tpot_slo
+    for first in groups(situation, order[bound[order]])[:1]:
+        bound[first] = False
+    return order[(~bound | waiting.started)[order]]
 
 
 def rank_of(config: PrefillConfig, arrival_s: Numbers, ttft_slo_s: Numbers, prompt_left: Numbers) -> Numbers:
@@ -352,13 +381,30 @@ def looked_at(
     config: PrefillConfig, stated: Sequence[Queued], patient: Sequence[Queued], now_s: float
 ) -> list[Queued]:
     """What a decision looks at, of prompts with a TTFT SLO and of ``patient`` ones, both sorted: those that
-    come first of all that can be in time, and those of either kind that are late longest.
+    come first of all that can be in time, and those of either kind that are late longest. Who is patient has
+    nothing to lose, so all of them may start.
 
     A prompt is a tuple of its ``rank_of``, its place in the queue, and what else the caller wants."""
     late_s = -np.inf if config.lost_every_s is None else now_s
     lost, late = (bisect_left(queue, late_s, key=itemgetter(0)) for queue in (stated, patient))
     in_time = sorted([*stated[lost : lost + MOST_WAITING], *patient[late : late + MOST_WAITING]])
-    return [*in_time[:MOST_WAITING], *patient[: min(late, MOST_LATE)], *stated[: min(lost, MOST_LATE)]]
+    return [*in_time[:MOST_WAITING], *patient[: min(late, MOST_WAITING)], *stated[: min(lost, MOST_LATE)]]
+
+
+def loosest_first(situation: Situation, rank: FloatArray) -> FloatArray:
+    """``rank`` [n], in which prompts without a TTFT SLO have changed places: of those that came within the
+    same ``patience_s``, who has the loosest TPOT SLO comes first.
+
+    So prompts that bear the same number of stalls share a forward, and the tight ones come last, when fewer
+    forwards are to follow."""
+    waiting = situation.waiting
+    patient = np.flatnonzero(~waiting.stated & ~waiting.started)
+    due_s = rank[patient]
+    period = np.floor(due_s / situation.config.patience_s)
+    order = np.lexsort((due_s, -waiting.tpot_slo_s[patient], period))
+    rank = rank.copy()
+    rank[patient[order]] = np.sort(due_s)
+    return rank
 
 
 def in_order(situation: Situation) -> IntArray:
@@ -368,6 +414,7 @@ def in_order(situation: Situation) -> IntArray:
     rank = np.where(situation.late & waiting.stated, rank + LATER_S, rank)
     passes = np.zeros(len(rank), np.bool_)
     if config.order == "deadline":
+        rank = loosest_first(situation, rank)
         passes = overtaking(config, waiting, rank)
     return np.lexsort((rank, ~waiting.started, ~passes))
 
@@ -390,11 +437,12 @@ def plan_prefill(situation: Situation, n_running: int) -> PrefillPlan:
             order = order[np.argsort((order != overdue) & ~waiting.started[order], kind="stable")]
             ahead = int(waiting.prompt_left[order[waiting.started[order]]].sum())
     elif config.gate is not None:
-        order = first_to_start(waiting, order)
+        order = first_to_start(situation, order)
     tokens = config.chunk_tokens if len(order) else 0
     if tokens and n_running and config.pacing == "slack":
-        wait = overdue is None and better_shared(situation, order)
-        tokens = 0 if wait else slack_tokens(situation, order)
+        tokens = slack_tokens(situation, order)
+    elif tokens and config.pacing == "slack":
+        tokens = unsplit_tokens(situation, order) or tokens
     reserved = reserved_tokens(waiting, order, tokens)
     lost = overdue is not None and ahead < tokens
     return PrefillPlan(tokens, order, np.flatnonzero(shed), lost, reserved)

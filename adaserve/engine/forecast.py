@@ -113,7 +113,7 @@ class Forecaster:
                 np.int64
             ),
             started=np.append(queue.started, False),
-            has_tpot_slo=np.append(queue.has_tpot_slo, np.isfinite(slo.tpot_s)),
+            tpot_slo_s=np.append(queue.tpot_slo_s, slo.tpot_s),
         )
         slots = load.slots - (load.joining - rows)
         return predicted_wait_s(replace(situation, waiting=with_it), finish_s, slots)

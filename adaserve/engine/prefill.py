@@ -28,9 +28,9 @@ from adaserve.scheduler.prefill import (
     Situation,
     WaitingBatch,
     first_token_due_s,
-    has_tpot_slo,
     looked_at,
     plan_prefill,
+    tpot_to_meet_s,
 )
 from adaserve.scheduler.pressure import LearnedPrefills, RecentWork
 from adaserve.slo.classes import ANONYMOUS
@@ -210,9 +210,8 @@ class PrefillPacer:
             ttft_slo_s=np.array([a.ttft_slo_s for a in aims]),
             prompt_left=np.array(left, np.int64),
             started=np.array([r is started or bool(r.output_ids) for r in reqs], np.bool_),
-            has_tpot_slo=np.array(
-                [has_tpot_slo(self._ledger.slo(r).tpot_s, r.sampling_params.max_new_tokens) for r in reqs],
-                np.bool_,
+            tpot_slo_s=np.array(
+                [tpot_to_meet_s(self._ledger.slo(r).tpot_s, r.sampling_params.max_new_tokens) for r in reqs]
             ),
         )
 

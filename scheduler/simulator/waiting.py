@@ -9,7 +9,7 @@ from itertools import chain, count
 import numpy as np
 from sortedcontainers import SortedList
 
-from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, has_tpot_slo, looked_at, rank_of
+from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, looked_at, rank_of, tpot_to_meet_s
 from adaserve.scheduler.simulator.workload import SimRequest
 
 
@@ -72,5 +72,5 @@ def waiting_batch(requests: list[SimRequest]) -> WaitingBatch:
         ttft_slo_s=np.array([r.ttft_slo_s for r in requests]),
         prompt_left=np.array([r.prompt_tokens - r.prefilled for r in requests]),
         started=np.array([r.prefilled > 0 for r in requests], np.bool_),
-        has_tpot_slo=np.array([has_tpot_slo(r.tpot_slo_s, r.cap_tokens) for r in requests], np.bool_),
+        tpot_slo_s=np.array([tpot_to_meet_s(r.tpot_slo_s, r.cap_tokens) for r in requests]),
     )

@@ -138,7 +138,7 @@ def wait(
     n = len(left)
     ttft = np.broadcast_to(np.asarray(ttft, np.float64), (n,))
     queue = WaitingBatch(
-        np.full(n, arrival), ttft, np.asarray(left), np.zeros(n, np.bool_), np.zeros(n, np.bool_)
+        np.full(n, arrival), ttft, np.asarray(left), np.zeros(n, np.bool_), np.full(n, np.inf)
     )
     stakes = Stakes(np.array([1e6]), np.array([1e6]), np.array([1 / room]))
     pressure = Pressure(np.full(len(finish), np.inf), 0.01, SIZES, seconds, stakes)

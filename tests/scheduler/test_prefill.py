@@ -18,12 +18,14 @@ from adaserve.scheduler.prefill import (
     Situation,
     WaitingBatch,
     claimed_share,
-    has_tpot_slo,
+    groups,
+    in_order,
     least_chunk,
     looked_at,
     plan_prefill,
     prefill_s,
     slack_tokens,
+    tpot_to_meet_s,
 )
 from adaserve.scheduler.pressure import LearnedPrefills, Pressure, RecentWork, Stakes, stakes_of, stall_slack
 from adaserve.scheduler.simulator.hardware import hardware_latency
@@ -39,14 +41,14 @@ SECONDS = 0.015 + 0.001 * SIZES  # 31 ms for 16 tokens, 271 ms for 256
 LEAST = 70  # the least chunk: 15 / 70 + 1 <= 1.15 x (15 / 256 + 1)
 
 
-def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=(), tpot_slo=False):
+def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=(), tpot_slo_s=math.inf):
     n = len(left)
     return WaitingBatch(
         np.broadcast_to(np.asarray(arrival, np.float64), (n,)),
         np.broadcast_to(np.asarray(ttft, np.float64), (n,)),
         np.asarray(left, np.int64),
         np.isin(np.arange(n), started),
-        np.broadcast_to(tpot_slo, (n,)),
+        np.broadcast_to(np.asarray(tpot_slo_s, np.float64), (n,)),
     )
 
 
@@ -322,7 +324,7 @@ def test_a_decision_looks_at_the_first_prompts_of_each_kind():
     stated = [(float(due_s), 2 * i) for i, due_s in enumerate(range(-30, 50))]
     patient = [(float(due_s), 2 * i + 1) for i, due_s in enumerate(range(-30, 50))]
     config = replace(CONFIG, lost_every_s=2.0)
-    expected = sorted(stated[30:62] + patient[30:62]) + patient[:16] + stated[:16]
+    expected = sorted(stated[30:62] + patient[30:62]) + patient[:30] + stated[:16]
     assert looked_at(config, stated, patient, 0.0) == expected
     assert looked_at(CONFIG, stated, patient, 0.0) == sorted(stated[:32] + patient[:32]), "none is given up"
 
@@ -387,33 +389,60 @@ def test_a_prompt_does_not_start_if_reading_it_takes_what_a_running_request_has_
         assert plan_prefill(Situation(GATED, waiting(left), 0.0, state), 1).order.tolist() == order, left
 
 
-def by_launches(left, fixed_s=0.045, token_s=5e-6, started=(), decodes=0, config=None, now_s=0.0):
+def by_launches(left, fixed_s=0.045, token_s=5e-6, started=(), at_stake=None, room=1.2):
     """A plan on a GPU, where a prefill of one token takes nearly as long as one of 256. 0.2 s are left, of
     which half is needed; two prefills would take nearly all of the rest."""
-    at_stake = Stakes(np.array([0.2]), np.array([5.0]), np.full(9, 0.020))
-    state = replace(pressure(9.0, decodes), seconds=fixed_s + token_s * SIZES, stakes=at_stake)
-    return plan_prefill(Situation(config or GATED, waiting(left, started=started), now_s, state), 1)
+    default = Stakes(np.array([0.2 * room / 1.2]), np.array([5.0]), np.full(9, 0.020))
+    state = replace(pressure(9.0), seconds=fixed_s + token_s * SIZES, stakes=at_stake or default)
+    return plan_prefill(Situation(GATED, waiting(left, started=started), 0.0, state), 1)
 
 
 def test_prompts_that_start_together_are_read_together():
     """Ten prompts stall the running request no more than one."""
     assert by_launches((25,) * 10).order.tolist() == list(range(10))
     assert by_launches((25,) * 10, started=(0,)).order.tolist() == list(range(10)), "one has begun"
-    assert by_launches((150, 200, 40)).order.tolist() == [0, 2], "350 tokens are two prefills"
+    assert by_launches((150, 200, 40)).order.tolist() == [0], "350 tokens are two prefills"
+    assert by_launches((150, 40), room=0.9).order.tolist() == [], "one would cost as much as both"
 
 
-def test_prompts_that_may_start_wait_for_those_that_are_held_back():
-    """Until the request that runs has decoded for five times 45 ms, twelve iterations: then there is room for
-    more of them in one forward."""
-    assert by_launches((150, 200, 40)).tokens == 0
-    assert by_launches((150, 200, 40), decodes=11).tokens == 0
-    assert by_launches((150, 200, 40), decodes=12).tokens >= 190
-    assert by_launches((150, 40)).tokens >= 190, "nobody is held back"
-    assert by_launches((230, 200)).tokens >= 230, "that is worth a forward of its own"
-    assert by_launches((150, 200, 40), started=(0,)).tokens > 0, "one has begun"
-    assert by_launches((100, 200), 0.02, 0.0004).tokens >= 100, "its tokens take most of the time"
-    assert by_launches((150, 200, 40), config=LOSING, now_s=0.0).tokens == 0
-    assert by_launches((150, 200, 40), config=LOSING, now_s=9.0).tokens > 0, "one has waited for too long"
+def test_who_shares_a_forward_is_judged_by_it_and_small_groups_wait_for_those_before_them():
+    """0.1 s can be spared: one prompt takes 46 ms, ten take 51, and 270 tokens take two forwards."""
+    plan = by_launches((200, 40, 10))
+    assert plan.order.tolist() == [0, 1, 2] and plan.tokens == 250, "all that fit, and none of them in part"
+    assert by_launches((100, 100, 100)).tokens == 200, "the third would be read in part"
+    held = by_launches((230, 20, 40), fixed_s=0.08, token_s=1e-4)
+    assert held.order.tolist() == [], "103 ms for the first group; the third prompt alone would take 84"
+
+
+def test_on_a_cpu_a_group_is_one_prompt():
+    """Reading 15 tokens takes as long as what a forward takes in any case."""
+    queue = waiting((200, 40, 100))
+    at = Situation(GATED, queue, 0.0, pressure(9.0))
+    assert at.pressure.worth_tokens == pytest.approx(15.0)
+    assert [g.tolist() for g in groups(at, np.arange(3))] == [[0], [1], [2]]
+    small = Situation(GATED, waiting((10, 10, 10, 10)), 0.0, pressure(9.0))
+    assert [g.tolist() for g in groups(small, np.arange(4))] == [[0, 1], [2, 3]]
+
+
+def test_a_queue_does_not_wait_for_the_last_slow_request_of_a_batch():
+    """One of two running requests will miss its SLO anyway soon: four prompts may start, three may not."""
+    at_stake = Stakes(np.array([0.11, 9.0]), np.array([5.0, 5.0]), np.full(9, 0.020))
+    assert by_launches((25,) * 4, at_stake=at_stake).order.tolist() == [0, 1, 2, 3]
+    assert by_launches((25,) * 3, at_stake=at_stake).order.tolist() == []
+    both = Stakes(np.array([0.11, 0.11]), np.array([5.0, 5.0]), np.full(9, 0.020))
+    assert by_launches((25,) * 4, at_stake=both).order.tolist() == []
+    assert by_launches((25,) * 8, at_stake=both).order.tolist() == list(range(8))
+
+
+def test_who_states_no_ttft_slo_starts_loosest_first_within_a_period():
+    """But nobody is passed by who came ``patience_s`` later, and TTFT SLOs keep their order."""
+    tpot = (0.01, 0.05, 0.02, math.inf)
+    queue = waiting((10,) * 4, tpot_slo_s=tpot, arrival=(0.0, 0.1, 0.2, 0.3))  # periods of 2 s
+    assert in_order(Situation(GATED, queue, 0.0, pressure(9.0))).tolist() == [3, 1, 2, 0]
+    later = replace(queue, arrival_s=np.array([0.0, 8.0, 0.1, 8.1]))
+    assert in_order(Situation(GATED, later, 0.0, pressure(9.0))).tolist() == [2, 0, 3, 1]
+    stated = replace(queue, ttft_slo_s=np.array([1.0, 2.0, 3.0, 4.0]))
+    assert in_order(Situation(GATED, stated, 0.0, pressure(9.0))).tolist() == [0, 1, 2, 3]
 
 
 def test_learned_prefills_know_the_fixed_part_without_forwards_of_one_token():
@@ -438,14 +467,15 @@ def test_gate_admits_as_many_as_there_is_room_for():
 
 def test_with_nobody_running_one_prompt_starts_and_the_others_are_judged_by_it():
     """A queue behind a batch that has just ended: if all started together, all would be slow."""
-    queue = waiting((40, 40, 40, 40), tpot_slo=(False, True, True, True))
+    queue = waiting((40, 40, 40, 40), tpot_slo_s=(math.inf, 0.05, 0.05, 0.05))
     assert gated([9.0], queue, n_running=0) == [0, 1], "no TPOT is at stake for the first"
-    assert gated([9.0], waiting((40, 40, 40), tpot_slo=True, started=(2,)), n_running=0) == [2]
+    assert gated([9.0], waiting((40, 40, 40), tpot_slo_s=0.05, started=(2,)), n_running=0) == [2]
     assert gated([9.0], queue, n_running=0, config=replace(GATED, gate=None)) == [0, 1, 2, 3]
 
 
 def test_an_answer_of_one_token_has_no_tpot():
-    assert has_tpot_slo(0.02, 2) and not has_tpot_slo(0.02, 1) and not has_tpot_slo(math.inf, 2)
+    assert tpot_to_meet_s(0.02, 2) == 0.02
+    assert tpot_to_meet_s(0.02, 1) == tpot_to_meet_s(math.inf, 2) == math.inf
 
 
 def test_nothing_is_prefilled_while_all_are_held():
@@ -646,7 +676,7 @@ def test_a_plan_names_each_prompt_once_and_fits_the_chunk(
     """Nobody waits, SLOs that have passed, a clock that was set back: a plan follows all the same."""
     arrival, ttft, left, started, tpot_slo = (np.array([r[i] for r in rows]) for i in range(5))
     queue = WaitingBatch(
-        arrival, ttft, left.astype(np.int64), started.astype(np.bool_), tpot_slo.astype(np.bool_)
+        arrival, ttft, left.astype(np.int64), started.astype(np.bool_), np.where(tpot_slo, 0.05, np.inf)
     )
     lost_every_s = 2.0 if order == "deadline" else None
     config = PrefillConfig(256, order, gate, lost_every_s, shed, "slack")

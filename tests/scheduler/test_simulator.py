@@ -233,7 +233,7 @@ def test_routers_spread_the_load():
 class TestPrefill:
     def plan(self, config, now_s):
         queue = WaitingBatch(np.array([0.0, 1.0, 2.0]), np.array([9.0, 2.0, 9.0]), np.array([50, 40, 30]),
-                             np.array([False, False, True]), np.zeros(3, np.bool_))  # fmt: skip
+                             np.array([False, False, True]), np.full(3, np.inf))  # fmt: skip
         chunks = np.array([1, 512]), np.array([0.03, 0.1])
         pressure = RecentWork().pressure(LATENCY, running(3), 3, chunks, now_s)
         return plan_prefill(Situation(config, queue, now_s, pressure), 3)
