@@ -24,6 +24,7 @@ from adaserve.scheduler.prefill import (
     looked_at,
     plan_prefill,
     prefill_s,
+    served_prefill,
     slack_tokens,
     tpot_to_meet_s,
 )
@@ -731,6 +732,27 @@ def test_gate_spares_running_requests_in_the_simulator():
     pairs = [(run(1.1, seed), run(None, seed)) for seed in range(1, 9)]
     assert np.mean([held[0] - free[0] for held, free in pairs]) > 0.01, pairs
     assert max(held[1] for held, _ in pairs) < 9.0, pairs
+
+
+def test_prompts_share_forwards_where_a_forward_costs_much_in_any_case():
+    """An H200 far above its capacity, where a prefill takes 54 ms, however short it is: ten prompts to a
+    forward, as many as fit, and most answers in time. Judged one by one it took 45 forwards and 7.6 s."""
+    latency = LatencyModel(
+        ForwardCost(0.0012), ForwardCost(0.0, 0.0049, 1.8e-5, sharpness=2.0), overhead_s=0.0035
+    )
+    trace, text = synthetic_trace(300, 100.0, 0, {"coding": 0.6, "chat": 0.4}), TextModel(mean={}, other=0.9)
+    requests = [
+        replace(r, prompt_tokens=20 + 37 * i % 300, output_tokens=64, cap_tokens=64, ttft_slo_s=math.inf)
+        for i, r in enumerate(make_requests(trace, SLOConfig(), 0.0049, text, 0))
+    ]
+    replica = ReplicaConfig(
+        latency, max_running=64, prefill_mode="exclusive", prefill=served_prefill(2048),
+        exclusive_tokens=2048, prefill_cost=ForwardCost(0.054, per_token_s=1.6e-5),
+    )  # fmt: skip
+    result = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency, d_max=5)))
+    assert np.mean([r.attained for r in result.records()]) > 0.75
+    assert len({r.first_token_s for r in requests}) < 37, "forwards that read prompts"
+    assert max(r.last_token_s for r in requests) < 6.5
 
 
 def test_pacing_spares_running_requests_in_the_simulator():
