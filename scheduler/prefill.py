@@ -244,7 +244,7 @@ def slack_tokens(situation: Situation, order: IntArray) -> int:
 def groups(situation: Situation, order: IntArray) -> list[IntArray]:
     """``order`` in groups that are worth a forward: prompts that follow each other, until reading their
     tokens takes as long as a forward does in any case, or no more fit whole into one. Lost ones are never
-    in a group with others.
+    in a group with others, and fewer than ``PER_LOST`` prompts are judged one by one.
 
     On a GPU, where one prompt costs nearly what ten cost, a group is all that fit; on a CPU it is one."""
     waiting, enough = situation.waiting, situation.pressure.worth_tokens
@@ -256,7 +256,10 @@ def groups(situation: Situation, order: IntArray) -> list[IntArray]:
             ends.append(i)
             tokens = 0
         tokens += more
-    return [group for group in np.split(order, ends) if len(group)]
+    found = list[IntArray]()
+    for group in np.split(order, ends):
+        found += [group] if len(group) >= PER_LOST else np.split(group, len(group)) if len(group) else []
+    return found
 
 
 def unsplit_tokens(situation: Situation, order: IntArray) -> int:
@@ -336,7 +339,7 @@ def held_back(situation: Situation, order: IntArray) -> BoolArray:
         room = pressure.stakes.headroom(joining, reading_s, len(group) // PER_LOST)
         waits = room < needed or (needed >= closed and tokens < pressure.worth_tokens)
         starts[group] = not waits
-        closed = min(closed, needed) if waits else closed
+        closed = min(closed, needed) if waits and len(group) > 1 else closed
     return ~starts[order]
 
 
