@@ -14,7 +14,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from adaserve.engine.gpu.graphs import Capture
 from adaserve.engine.gpu.layout import Extent, change_windows, unpack
 from adaserve.engine.trees.attention import TreeAttentionPlan, attend
 
@@ -150,8 +149,6 @@ class TreeAttentionBackend(AttentionBackend):
         **_: Any,
     ) -> Tensor:
         assert self.kernel is not None
-        if Capture.now is not None:
-            Capture.now.layer()
         pool = self.token_to_kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)

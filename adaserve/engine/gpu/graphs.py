@@ -49,44 +49,8 @@ class EagerGraph:
         return self.output
 
 
-CUT_AT = (1, 5)
-"""Layers where a forward's graph is cut. A launch takes the host 0.3 us for each of 400 to 1,000 kernels, and
-the device begins when a good part of them is there: while it works on a short graph the next one is launched.
-"""
-
-
-class Capture:
-    """What is captured now, as one ``torch.cuda.CUDAGraph`` after the other."""
-
-    now: Capture | None = None
-
-    def __init__(self, memory: Any) -> None:
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-        self._memory, self._layers = memory, 0
-
-    def __enter__(self) -> Capture:
-        self._begin()
-        Capture.now = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Capture.now = None
-        self.graphs[-1].capture_end()
-
-    def _begin(self) -> None:
-        self.graphs.append(torch.cuda.CUDAGraph())
-        self.graphs[-1].capture_begin(pool=self._memory)
-
-    def layer(self) -> None:
-        """Called before every layer's attention."""
-        self._layers += 1
-        if self._layers in CUT_AT:
-            self.graphs[-1].capture_end()
-            self._begin()
-
-
 class CapturedGraph:
-    """``torch.cuda.CUDAGraph``s, one behind the other; all share SGLang's graph memory pool."""
+    """One ``torch.cuda.CUDAGraph``; all share SGLang's graph memory pool."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         from sglang.srt.distributed.parallel_state import graph_capture
@@ -96,7 +60,7 @@ class CapturedGraph:
         for _ in range(WARM_UPS):
             function()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        self._graph = torch.cuda.CUDAGraph()
         memory = pool.get_or_create_global_graph_memory_pool(torch.cuda)
         with ExitStack() as stack:
             # The collector may find a kernel that nobody needs. Triton unloads it, and the capture fails.
@@ -105,13 +69,11 @@ class CapturedGraph:
             stack.enter_context(model_capture_mode())
             stream = pool.get_or_create_global_graph_capture_stream()
             context = stack.enter_context(graph_capture(stream=stream))
-            stack.enter_context(torch.cuda.stream(context.stream))
-            self._graphs = stack.enter_context(Capture(memory)).graphs
+            stack.enter_context(torch.cuda.graph(self._graph, pool=memory, stream=context.stream))
             self.output = function()
 
     def replay(self) -> Any:
-        for graph in self._graphs:
-            graph.replay()
+        self._graph.replay()
         return self.output
 
 
