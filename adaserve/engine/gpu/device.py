@@ -6,9 +6,10 @@ On a CPU they run the same code on SDPA and without graphs, for tests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,19 @@ MEASURED_KEYS = 1 << 20
 
 LEAST_TOKENS = 512
 """Tokens that forwards have room for, at least."""
+
+
+def listings_of_none(table: Tensor, most_rows: int) -> Iterator[tuple[Any, ...]]:
+    """Arguments of ``assign_req_to_token_pool_func`` for requests that take no slots, one of every kind that
+    Triton compiles its kernel for. The types are those of ``eagle_prepare_for_decode``."""
+    powers = range((most_rows - 1).bit_length() + 1)
+    rows, lens, slots = (
+        torch.zeros(count, dtype=kind, device=table.device)
+        for count, kind in ((1 << powers[-1], torch.int64), (1 << powers[-1], torch.int32), (3, torch.int64))
+    )
+    for power, place in product(powers, range(2)):
+        n = 1 << power
+        yield rows[:n], table, lens[:n], lens[:n], slots[place:], n
 
 
 class GpuDevice:
@@ -138,6 +152,7 @@ class GpuDevice:
         pools = [runner.token_to_kv_pool for runner in (target, *drafts)]
         parts.warm_moves([*pools, parts.target_states] if readers else pools)
         parts.warm_draws(int(target.model_config.vocab_size))
+        parts.warm_slots(table, most_rows)
         if capture:
             # Before the first request; those first that take the most memory and are missed the most.
             free = partial(least_free_bytes, get_tp_group())
@@ -208,6 +223,16 @@ class GpuDevice:
             # Where one rank sorts all do: the two may differ where rounding decides.
             if least_of(get_tp_group(), int(usable is filter_fused)):
                 self.filter = usable
+
+    def warm_slots(self, table: Tensor, most_rows: int) -> None:
+        """Compiles SGLang's kernel that lists new KV slots, which it calls before every iteration: for each
+        power of two of requests, and for slots that start at a multiple of 16 bytes and elsewhere. On an H200
+        each of them held everybody up for 0.1 s."""
+        if self.device.type == "cuda":
+            from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
+
+            for arguments in listings_of_none(table, most_rows):
+                assign_req_to_token_pool_func(*arguments)
 
     def time(self, models: Sequence[Drafter], step: Callable[[], Any]) -> float:
         """The forwards of ``step`` alone, between events around their graphs: what the host prepares for each
