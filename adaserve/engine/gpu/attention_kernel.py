@@ -1,9 +1,9 @@
 """Attention of tree forwards as one Triton kernel.
 
-A program has a tile of one request's queries, all those that read one key head, and a part of its keys. It
-reads everything from the device, the geometry included, so it can stand inside a CUDA graph without a plan.
-Long contexts are cut into parts. The program that ends last puts the parts of a tile together, so that no
-second kernel has to (the "stream-K" scheme of split-KV attention, as in Flash-Decoding).
+A program has a tile of one request's queries, for all heads that read one key head, and a part of its keys.
+It reads everything from the device, the geometry included, so it can stand inside a CUDA graph. Contexts are
+cut into parts, as in Flash-Decoding, but no second kernel puts these together: the program that ends last of
+a tile's does.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ LEAST_ROWS, MOST_ROWS = 16, 64
 """Of a tile: a tensor core multiplies 16."""
 
 MOST_PARTS, MOST_SPLITS = 1024, 32
-"""Of all tiles together, where contexts are cut, and of one: what they have summed up is put together by one
-program."""
+"""Parts of all tiles together, where contexts are cut, and of one."""
 
 BUSY = 256
 """Tiles of all key heads that keep a GPU busy, as two for each multiprocessor do. Where there are fewer,
 parts are short, so that there are more of them."""
 
 LOG2_E = 1.4426950408889634
+
+Window = tuple[Tensor, Tensor]
+"""``ends`` and ``seen``, see ``TreeKernel.hiding``."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,12 @@ class Workspace:
 
 
 class TritonKernel:
-    """``TreeKernel``. It plans next to nothing, needs no nvcc, and reads masks of windows alone."""
+    """``TreeKernel``. It needs no nvcc, and what tokens see of their windows it reads where that stands."""
 
     def __init__(self, buffers: AttentionBuffers, rows: int, workspace: Workspace) -> None:
         self._buffers, self._rows, self._workspace = buffers, rows, workspace
         self._cut: Cut | None = None
-        self._window: tuple[Tensor, Tensor] | None = None
+        self._window: Window | None = None
 
     def plan(self, extent: Extent) -> np.ndarray:
         if self._cut is None:
@@ -128,10 +130,6 @@ def _tiles_of_queries(lens: bytes, group: int, cut: Cut) -> tuple[np.ndarray, np
     tiles[:n, 1] = (np.arange(n) - (each.cumsum() - each)[request]) * cut.rows
     tiles[:n, 2] = q_lens[request] * group
     return tiles, request
-
-
-Window = tuple[Tensor, Tensor]
-"""``ends`` and ``seen``, see ``TreeKernel.hiding``."""
 
 
 def attend_fused(
