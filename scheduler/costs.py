@@ -201,10 +201,10 @@ class LearnedCosts(Latency):
             draft_first=self.first.cost,
         )
 
-    def prefills(self) -> CostTable:
-        """A table for prefills, which go through both models."""
-        target, draft = self._start.verify, self._start.draft
-        return CostTable(lambda tokens: target.alone(tokens) + draft.alone(tokens))
+    def first_prefills_s(self, tokens: FloatArray) -> FloatArray:
+        """Seconds [k] of prefills of ``tokens`` [k], which go through both models: what is guessed before
+        there was one."""
+        return self._start.verify.alone(tokens) + self._start.draft.alone(tokens)
 
     # -- learning -----------------------------------------------------------------------------
 

@@ -82,8 +82,8 @@ class PrefillPacer:
             lost_every_s=config.prefill_lost_interval_ms / 1e3 or None,
         )
         self._costs, self._ledger, self._states = costs, ledger, states
-        guess = costs.prefills()
-        self._prefills = LearnedPrefills(guess.quiet_s(1), guess.quiet_s(int(LearnedPrefills.FAR)))
+        one_s, far_s = costs.first_prefills_s(np.array([1.0, LearnedPrefills.FAR]))
+        self._prefills = LearnedPrefills(float(one_s), float(far_s))
         self.outlook = Outlook(costs)
         self._recent = RecentWork()
         self._holds = HoldBudget(tenant_share, tenant_share * self._rule.patience_s)

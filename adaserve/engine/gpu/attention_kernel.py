@@ -68,7 +68,7 @@ class Workspace:
 
     def cut(self, requests: int, tokens: int, longest: int) -> Cut:
         """For so many requests with ``tokens`` in all, of which the ``longest`` has so many: others may come,
-        but it is made for these. The best of what was tried on an H200, for contexts of 150 to 3000."""
+        but it is made for these. By what was tried on an H200, where short contexts counted most."""
         rows = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(longest * self.group)))
         tiles = tokens * self.group // rows + requests
         programs = tiles * self._kv_heads

@@ -227,7 +227,7 @@ class GpuDevice:
     def warm_slots(self, table: Tensor, most_rows: int) -> None:
         """Compiles SGLang's kernel that lists new KV slots, which it calls before every iteration: for each
         power of two of requests, and for slots that start at a multiple of 16 bytes and elsewhere. On an H200
-        each of them held everybody up for 0.1 s."""
+        everybody stood still for 0.1 s where a batch first had so many."""
         if self.device.type == "cuda":
             from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 
