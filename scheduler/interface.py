@@ -19,7 +19,7 @@ values feed SDPA on a CPU, FlashInfer on a GPU and the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
@@ -114,6 +114,18 @@ def _rows_of(starts: bytes) -> tuple[IntArray, IntArray]:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """What draft steps are to be made, or are being made, for n requests."""
+
+    depth: int  # draft steps
+    width: int = 1
+    branching: tuple[int, ...] | None = None
+    rows: BoolArray | None = None  # whom they are for, [n]; None = all
+    window: IntArray | None = None  # as ``IterationPlan.draft_window``
+    sinks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunningBatch:
     """The requests that decode in this iteration; every array has shape [n], offered candidates aside."""
 
@@ -131,6 +143,9 @@ class RunningBatch:
     offered: CandidateTrees | None = None
     """Candidates that are there before a plan is made, at no cost, within ``max_depth``. What is drafted
     joins them."""
+    underway: Draft | None = None
+    """The draft of this iteration, where it was queued before it was known what the one before accepts. Plans
+    take it as it is."""
     likely_tokens: IntArray | None = None
     """What is likely still to be generated, [n], by what clients expect or what answers of the class brought;
     None = ``remaining_tokens``. It may be wrong, so it never limits a tree."""
@@ -168,6 +183,8 @@ class IterationPlan:
     """Most recent cached tokens that draft steps read of each row, besides its first ``draft_sinks``, [n];
     0 = all that are cached. None = 0 for every row. At least ``LEAST_WINDOW`` otherwise."""
     draft_sinks: int = 0
+    then: Draft | None = None
+    """What is to be drafted in the next iteration if that can't wait for a plan, judged by this one."""
 
     @property
     def need(self) -> FloatArray:
@@ -184,6 +201,21 @@ class IterationPlan:
         np.divide(elapsed, running.tpot_slo_s, out=need, where=running.tpot_slo_s > 0)
         need -= running.decoded_tokens
         return need
+
+    @property
+    def next_drafts(self) -> IterationPlan:
+        """As far as drafting goes, a plan for the next iteration of the same requests. ``then`` is known."""
+        then = self.then
+        assert then is not None
+        return replace(
+            self,
+            depth=then.depth,
+            width=then.width,
+            branching=then.branching,
+            drafting=then.rows,
+            draft_window=then.window,
+            draft_sinks=then.sinks,
+        )
 
     @property
     def draft_reads(self) -> IntArray:

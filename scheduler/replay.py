@@ -19,7 +19,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -29,6 +29,7 @@ import numpy as np
 from adaserve.errors import UserError
 from adaserve.scheduler.interface import (
     CandidateTrees,
+    Draft,
     IterationOutcome,
     IterationPlan,
     Policy,
@@ -73,7 +74,7 @@ def _out(value: Any) -> Any:
         if value.dtype == np.bool_:
             return "".join("1" if v else "0" for v in value.tolist())
         return [_out(v) for v in value.tolist()]
-    if isinstance(value, CandidateTrees):
+    if isinstance(value, CandidateTrees | Draft):
         return _fields_out(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -169,9 +170,10 @@ def _open(path: Path, mode: str) -> IO[str]:
 
 _INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent"}
 _INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap", "source", "draft_window"}
-_INTS |= {"likely_tokens"}
+_INTS |= {"likely_tokens", "window"}
 _FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "weight", "logprob", "expected_tokens"}
-_BOOLS = {"keep", "accepted", "tested", "drafting"}
+_BOOLS = {"keep", "accepted", "tested", "drafting", "rows"}
+_PARTS: dict[str, type] = {"offered": CandidateTrees, "underway": Draft, "then": Draft}
 
 
 def _in(name: str, value: Any) -> Any:
@@ -189,7 +191,10 @@ def _in(name: str, value: Any) -> Any:
 
 
 def _fields_in(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: _in(name, value) for name, value in data.items()}
+    return {
+        name: _PARTS[name](**_fields_in(value)) if isinstance(value, dict) else _in(name, value)
+        for name, value in data.items()
+    }
 
 
 def _whole_lines(file: IO[str]) -> Iterator[str]:
@@ -224,8 +229,6 @@ def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
 
 def _iteration(data: dict[str, Any]) -> RecordedIteration:
     running = RunningBatch(**_fields_in(data["running"]))
-    if running.offered is not None:
-        running = replace(running, offered=CandidateTrees(**_fields_in(data["running"]["offered"])))
     plan = IterationPlan(running=running, **_fields_in(data["plan"]))
     trees = CandidateTrees(**_fields_in(data["trees"]))
     selection = Selection(**_fields_in(data["selection"]))

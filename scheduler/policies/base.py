@@ -20,6 +20,7 @@ from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
     Context,
+    Draft,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -95,30 +96,27 @@ class BasePolicy:
         n = len(running)
         cap = depth_cap(running)
         shape = self.shape(running, cap, now_s)
-        depth = min(shape.depth, int(cap.max()), self.config.d_max) if self.config.drafts else 0
-        if shape.budget <= n:  # only the roots fit: a draft step would be wasted
-            depth = 0
+        then = self._draft(shape, n, int(cap.max()))
+        draft = then if running.underway is None else running.underway
         offered = 0 if running.offered is None else running.offered.n_nodes
-        drafted = _most_nodes(depth, shape) * self.config.drafts
+        drafted = _most_nodes(draft) * self.config.drafts
         budget = max(n, min(shape.budget, n * (1 + drafted) + offered))
-        branching = shape.branching[:depth] if shape.branching and depth else None
-        window = shape.window if shape.window is not None else self._fixed_window(len(running))
-        t_spec = self._t_spec(running, depth, shape.width, budget, self._draft_context(running, window))
         plan = IterationPlan(
             iteration=self._iterations,
             now_s=now_s,
             running=running,
-            depth=depth,
-            width=shape.width if depth else 1,
+            depth=draft.depth,
+            width=draft.width,
             budget=budget,
-            branching=branching,
+            branching=draft.branching,
             n_max=shape.n_max,
             weight=shape.weight,
-            t_spec_s=t_spec,
-            cap=_limit(cap, depth, shape.deepest),
-            drafting=shape.drafting if depth else None,
-            draft_window=window if depth else None,
-            draft_sinks=self.config.draft_sinks if depth and window is not None else 0,
+            t_spec_s=self._t_spec(running, draft, budget),
+            cap=_limit(cap, draft.depth, shape.deepest),
+            drafting=draft.rows,
+            draft_window=draft.window,
+            draft_sinks=draft.sinks,
+            then=then,
         )
         self._iterations += 1
         return plan
@@ -134,6 +132,16 @@ class BasePolicy:
         window = self.config.draft_windows[0]
         return np.full(n, window) if window else None
 
+    def _draft(self, shape: Shape, n: int, deepest: int) -> Draft:
+        """What ``shape`` drafts for n rows, of which some may have nodes as deep as ``deepest``."""
+        depth = min(shape.depth, deepest, self.config.d_max) if self.config.drafts else 0
+        if not depth or shape.budget <= n:  # only the roots fit: a draft step would be wasted
+            return Draft(0)
+        branching = shape.branching[:depth] if shape.branching else None
+        window = self._fixed_window(n) if shape.window is None else shape.window
+        sinks = 0 if window is None else self.config.draft_sinks
+        return Draft(depth, shape.width, branching, shape.drafting, window, sinks)
+
     def _draft_context(self, running: RunningBatch, window: IntArray | None) -> Context:
         """What a draft step reads when it is made for all rows."""
         if window is None:
@@ -141,16 +149,14 @@ class BasePolicy:
         read = tokens_read(running.context_tokens, window, self.config.draft_sinks)
         return Context(float(read.sum()), len(running))
 
-    def _t_spec(
-        self, running: RunningBatch, depth: int, width: int, budget: int, draft_context: Context
-    ) -> float:
+    def _t_spec(self, running: RunningBatch, draft: Draft, budget: int) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
-        context = self.context(running)
+        context, read = self.context(running), self._draft_context(running, draft.window)
         n = len(running)
         offered = 0 if running.offered is None else running.offered.n_nodes
-        drafted = depth * width * self.config.drafts
+        drafted = draft.depth * draft.width * self.config.drafts
         tokens = min(budget, n * (1 + drafted) + offered) + running.prefill_tokens
-        return self.costs.iteration_s(n, depth, width, tokens, context, draft_context)
+        return self.costs.iteration_s(n, draft.depth, draft.width, tokens, context, read)
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""
@@ -232,8 +238,8 @@ def _limit(cap: IntArray, depth: int, deepest: int | None) -> IntArray | None:
     return cap if depth and cap.min() < depth else None
 
 
-def _most_nodes(depth: int, shape: Shape) -> int:
+def _most_nodes(draft: Draft) -> int:
     """Largest candidate tree of one row that one draft model makes, root not counted."""
-    if shape.branching is None:
-        return depth * shape.width
-    return sum(itertools.accumulate(shape.branching[:depth], operator.mul))
+    if draft.branching is None:
+        return draft.depth * draft.width
+    return sum(itertools.accumulate(draft.branching, operator.mul))
