@@ -1,8 +1,9 @@
 """KV slots that one decode iteration may write, and what they leave of the pool for one request.
 
 Why: SGLang reserves twice the largest tree per request and iteration to cover that lengths lag under
-its overlap schedule. Our window is the root and the candidates; only under overlap the lag of one
-iteration, at most ``max_depth + 1`` tokens, comes on top. The smaller reserve avoids retractions.
+its overlap schedule. Our window is the root and the candidates; only under overlap a lag of two iterations
+comes on top, of at most ``max_depth + 1`` tokens each: SGLang hears of one when the next has begun, and that
+one's own successor may be drafted by then. The smaller reserve avoids retractions.
 
 SGLang lets a request grow until it fills the KV pool, as if an iteration wrote one slot. There is then no
 room for the window, and where nobody else is left to be retracted SGLang ends the request itself, with 500.
@@ -38,7 +39,7 @@ def _window() -> int | None:
     spec = get_spec()
     if not is_ours(spec.speculative_algorithm):
         return None
-    lag = 0 if get_schedule().disable_overlap_schedule else spec.speculative_num_steps + 1
+    lag = 0 if get_schedule().disable_overlap_schedule else 2 * (spec.speculative_num_steps + 1)
     return int(spec.speculative_num_draft_tokens + lag)
 
 

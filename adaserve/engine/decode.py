@@ -14,7 +14,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from adaserve.engine import logprobs, sampling
 from adaserve.engine.agree import Agreement
-from adaserve.engine.device import Device, Run
+from adaserve.engine.device import Awaited, Device, Mark, Run
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
 from adaserve.engine.learner import Learner
@@ -22,18 +22,45 @@ from adaserve.engine.penalties import Penalties
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests
 from adaserve.engine.roots import RootTokens
-from adaserve.engine.sources.source import Drafting, TreeSource
-from adaserve.engine.state import Asked, DecodeRows
+from adaserve.engine.sources.source import Drafting, Early, TreeSource
+from adaserve.engine.state import Asked, DecodeRows, RequestState
 from adaserve.engine.tap import Tap
 from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.proposal import Proposal, merge
-from adaserve.scheduler.interface import IterationOutcome, IterationPlan
+from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.lengths import OutputLengths
 
 Publish = Callable[[torch.Tensor], None]
 """SGLang's relay of new sequence lengths to its overlapped scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Of a draft that was queued early: its start and end in the device's queue, and its forwards."""
+
+    start: Mark
+    end: Mark
+    runs: list[list[Run]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """Such a draft, behind the verification of ``states``."""
+
+    proposed: Early
+    states: Sequence[RequestState]
+    span: _Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What it has for the requests of an iteration."""
+
+    draft: Draft
+    drafting: Drafting
+    span: _Span
 
 
 @dataclass(eq=False)
@@ -66,6 +93,7 @@ class DecodeLoop:
         self._penalties = Penalties()
         self._arriving: Iteration | None = None  # whose tokens requests and sources don't know yet
         self._unobserved: Iteration | None = None  # whose outcome the policy doesn't know yet
+        self._early: _Early | None = None  # the draft of the next iteration
         self._leaving: list[str] = []  # finished requests that an unobserved iteration still knows
         self._take_runs()  # the measurements'
 
@@ -82,11 +110,13 @@ class DecodeLoop:
             grammar_barrier()  # the same for matchers, which SGLang advances
         if self.learner is not None:
             self.learner.look(self.requests.unfinished, time.perf_counter())
-        policy = self.policies.current
+        policy, early = self.policies.current, self._take_early(states)
         start_s, start = time.perf_counter(), self.device.mark()
-        rows, offers = self._offered(self._rows(batch, pool_rows, asked))
+        rows, offers = self._offered(self._rows(batch, pool_rows, asked, early))
         plan = self.agreement.plan(lambda: policy.plan(rows.running, start_s), rows.running)
-        drafts = self._draft(plan, rows)
+        if self.recorder is not None:
+            self.recorder.planned(plan)
+        drafts = self._draft(plan, rows) if early is None else [early.drafting]
         drafted = self.device.mark()
         self._observe()  # the last iteration, while the device drafts
         proposal, allowed = merge([*(d.read() for d in drafts), *offers], len(rows)), None
@@ -104,23 +134,32 @@ class DecodeLoop:
             on_publish(result.new_seq_lens)
         caught_up = tuple(d.caught_up for d in drafts if d.caught_up is not None)
         first_level = drafts[0].first_level if len(drafts) == 1 else None
-        marks = Marks(start, drafted, selected, self.device.mark(), caught_up, first_level)
+        spans = (start, drafted, drafted) if early is None else (early.span.start, early.span.end, start)
+        marks = Marks(*spans, selected, self.device.mark(), caught_up, first_level)
         outcome = self.device.get(
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
         )
         self._compact(verified, tensors, acceptance)  # which the host does not have to wait for
+        runs = self._take_runs()
+        if early is not None:
+            runs = [drafted + verifying for drafted, verifying in zip(early.span.runs, runs, strict=True)]
+        began_s = start_s if early is None else None
         self._arriving = self._unobserved = Iteration(
-            rows, policy, plan, proposal, selection, verified, start_s, marks, self._take_runs(), outcome
+            rows, policy, plan, proposal, selection, verified, began_s, marks, runs, outcome
         )
-        if not self.overlaps:
+        if self.overlaps:
+            self._draft_early(plan, rows, verified, tensors, acceptance)
+        else:
             self.settle()
         return result
 
-    def _rows(self, batch: Any, pool_rows: np.ndarray, asked: Asked) -> DecodeRows:
+    def _rows(self, batch: Any, pool_rows: np.ndarray, asked: Asked, early: _Taken | None) -> DecodeRows:
         states, info = asked.states, batch.sampling_info
         generated = np.array([len(s.generated) for s in states], np.int64)
         cached = asked.prompt_tokens + generated - 1  # all but the last one
         running = asked.running(generated, cached, self.deepest, self.lengths)
+        if early is not None:
+            running = replace(running, underway=early.draft)
         grammars = Grammars.of(batch.reqs, info) if asked.with_grammar else None
         return DecodeRows(states, cached, pool_rows, running, info.sampling_seed is None, grammars)
 
@@ -136,13 +175,51 @@ class DecodeLoop:
 
     def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
         """What the sources have queued."""
-        if self.recorder is not None:
-            self.recorder.planned(plan)
         if not plan.depth:
             return []
         keep = self.policies.current.keep_drafting if self.device.stops_early else None
         proposed = [source.propose(plan, rows, keep) for source in self.sources]
         return [drafting for drafting in proposed if drafting is not None]
+
+    def _draft_early(
+        self,
+        plan: IterationPlan,
+        rows: DecodeRows,
+        verified: verify.VerifyBatch,
+        tensors: verify.Tensors,
+        acceptance: verify.Acceptance,
+    ) -> None:
+        """Queues the next draft behind the verification, so that the device does not wait until the host has
+        heard of the outcome and planned by it."""
+        if rows.grammars is not None or not self.policies.speculates:
+            return
+        awaited = Awaited(
+            1 + verified.deepest,
+            acceptance.length,
+            acceptance.emitted,
+            tensors["tree"][0],
+            tensors["root"],
+            np.arange(len(rows)),
+        )
+        start = self.device.mark()
+        for source in self.sources:
+            if (early := source.propose_early(plan, rows, verified, awaited)) is not None:
+                span = _Span(start, self.device.mark(), self._take_runs())
+                self._early = _Early(early, rows.states, span)
+
+    def _take_early(self, states: Sequence[RequestState]) -> _Taken | None:
+        """What was drafted early, if it is of use: others may run by now, and those that it is not for would
+        have to do without."""
+        early, self._early = self._early, None
+        if early is None or not self.policies.speculates:
+            return None
+        rows, mine = early.proposed.among(states)
+        known = set(map(id, early.states))
+        if len(rows) < max(1, sum(id(state) not in known for state in states)):
+            return None
+        n = len(states)
+        proposed = early.proposed
+        return _Taken(proposed.for_rows(rows, mine, n), proposed.take(rows, mine, n), early.span)
 
     def _verify(
         self,
@@ -202,6 +279,12 @@ class DecodeLoop:
             self.device.move(pool, target, source)
         if self.device.target_states is not None:
             self.device.move(self.device.target_states, target, sources[0])
+
+    def free_s(self) -> float:
+        """When the device was done with all that was queued by the last iteration. It must have got there."""
+        early = self._early
+        drafting_s = 0.0 if early is None else early.span.start.seconds_until(early.span.end)
+        return self.times.last_end_s + drafting_s
 
     # -- what follows -------------------------------------------------------------------------
 

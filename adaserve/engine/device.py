@@ -45,6 +45,19 @@ class HostCopy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Awaited:
+    """What a verification of n requests will have accepted, on the device, for a search that is queued behind
+    it."""
+
+    most: int  # tokens that it can commit of each request
+    length: Tensor  # int64 [n]: tokens that it commits, ``Acceptance.length``
+    emitted: Tensor  # int64 [n, stride]: ``Acceptance.emitted``
+    tokens: Tensor  # int64 [T]: what is verified
+    root: Tensor  # int64 [n]: index of each request's root among them
+    rows: np.ndarray  # int64 [a]: the requests that are searched for
+
+
+@dataclass(frozen=True, slots=True)
 class Search:
     """One beam search over a rows, ``shape.beams`` wide (AdaServe, Algorithm 2 line 8)."""
 
@@ -54,6 +67,9 @@ class Search:
     scale: np.ndarray  # float32 [a]: what the draft's logits are multiplied by
     spread: np.ndarray  # float32 [a]: how much of its request's noise is added; 0 = greedy
     keys: np.ndarray  # uint64 [a]: of that noise
+    awaited: Awaited | None = None
+    """What comes before, where that is not known yet: then ``base`` counts as if all of it were accepted, and
+    the first step has two tokens of each request, which are read there."""
     forbid: Forbid | None = None
     """Asked before each step by devices whose host sees them; others draft what grammars forbid, too."""
 
@@ -71,6 +87,10 @@ class Beams:
     parents: np.ndarray  # int64 [a, nodes]: -1 = child of the root
     logprobs: np.ndarray  # float64 [a, nodes]: of whole paths
     steps: int  # draft steps that were run
+
+    def of(self, rows: np.ndarray) -> Beams:
+        """Those of some of its rows, int64 [b]."""
+        return Beams(self.tokens[rows], self.parents[rows], self.logprobs[rows], self.steps)
 
 
 KeepGoing = Callable[[int, np.ndarray], bool]
@@ -106,6 +126,11 @@ class ModelForward(Drafter, Protocol):
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest forward."""
+        ...
+
+    @property
+    def follows(self) -> bool:
+        """Whether a search may be queued behind a verification whose outcome is not known."""
         ...
 
     @property

@@ -30,6 +30,7 @@ class Marks:
 
     start: Mark
     drafted: Mark
+    resumed: Mark  # the same, unless it was drafted early: prompts may have been read meanwhile
     selected: Mark
     accepted: Mark
     caught_up: tuple[Run, ...]  # when sources took in what they had missed, inside of drafting
@@ -46,7 +47,7 @@ class Iteration:
     proposal: Proposal
     selection: Selection
     verified: VerifyBatch
-    start_s: float
+    start_s: float | None  # None = where the last one ended: it was drafted early
     marks: Marks
     runs: Sequence[Sequence[Run]]  # its forwards of the target, and of each draft model
     copy: HostCopy  # count int64 [n], emitted int64 [n, stride], accepted bool [T]
@@ -66,8 +67,9 @@ class Iteration:
         there was a prefill since then."""
         marks, trees, verified = self.marks, self.proposal.trees, self.verified
         catch_up_s = sum(start.seconds_until(end) for start, end in marks.caught_up)
-        total_s = marks.start.seconds_until(marks.accepted)
-        end_s = self.start_s + total_s
+        drafted_s = marks.start.seconds_until(marks.drafted)
+        start_s = last_end_s if self.start_s is None else self.start_s
+        end_s = start_s + marks.start.seconds_until(marks.accepted)
         first = marks.first_level
         accepted = np.zeros(trees.n_nodes, np.bool_)
         accepted[verified.node] = self.accepted()[~verified.is_root]
@@ -78,10 +80,10 @@ class Iteration:
             accepted=accepted,
             new_tokens=self.copy.read()["count"] + 1,
             end_s=end_s,
-            draft_s=marks.start.seconds_until(marks.drafted) - catch_up_s,
-            select_s=marks.drafted.seconds_until(marks.selected),
+            draft_s=drafted_s - catch_up_s,
+            select_s=marks.resumed.seconds_until(marks.selected),
             verify_s=marks.selected.seconds_until(marks.accepted),
-            total_s=total_s,
+            total_s=drafted_s + marks.resumed.seconds_until(marks.accepted),
             since_last_s=end_s - last_end_s if last_end_s else 0.0,
             prefilled=prefilled,
             first_level_s=None if first is None else marks.start.seconds_until(first) - catch_up_s,

@@ -194,7 +194,6 @@ class AdaServeWorker(BaseSpecWorker):
         restore_penalties(batch.sampling_info, batch.reqs)
         result = self.target_worker.forward_batch_generation(batch)
         self.loop.settle()  # the last iteration was still running when this forward was queued
-        start_s = max(start_s, self.loop.times.last_end_s)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
@@ -202,7 +201,7 @@ class AdaServeWorker(BaseSpecWorker):
             source.prefilled(batch, self.policies.speculates)
         result.next_draft_input = RootTokens(result.next_token_ids.long())
         self._start_requests(batch, result.next_token_ids.tolist())
-        end_s = time.perf_counter()
+        end_s, start_s = time.perf_counter(), max(start_s, self.loop.free_s())
         self.loop.times.prefilled(end_s - start_s)
         self.ledger.prefilled(batch.reqs, end_s - start_s)
         self.prefill.observe_prefill(int(batch.extend_num_tokens), end_s - start_s)

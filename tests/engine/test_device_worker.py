@@ -49,6 +49,8 @@ def test_greedy_is_the_target_alone(device: Served, stock: Server, pair: Path) -
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 5, "the draft agrees too rarely or too often"
     assert len(stats["depths"]) >= 3, "the policies all drafted alike"
     assert stats["unread"] > 1000, "the draft has read nearly everything"
+    assert stats["lacking"] <= 0, "it wrote where it must not"
+    assert stats["early"] > 0.2 * stats["iterations"], "hardly anything was drafted early"
     state = device.server.internal_state()["adaserve"]
     assert state["device"]["device"] == "cpu" and state["device"]["captured"] is False
     device.server.assert_idle_and_clean()
@@ -99,6 +101,7 @@ def test_greedy_with_a_head_is_the_target_alone(
     target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_best(target, jobs, run_jobs(headed_device.server, jobs, speed=2))
     stats = headed_device.probe.read()
+    assert not stats["early"], "a head reads first what was accepted"
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
     assert stats["moved"] > 10, "compaction was not exercised"
     assert stats["catch_ups"] > 10 or headed_device.name == "medusa", "catching up was not exercised"

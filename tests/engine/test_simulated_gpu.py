@@ -95,6 +95,7 @@ def test_two_streams_in_the_same_memory_are_seen(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Simulated:
+    name: str
     server: Server
     probe: Probe
     target: Path
@@ -132,7 +133,7 @@ def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     server.environment |= {**variables, "PYTHONPATH": path}
     with server.running(Fresh()):
         accepted = 1 if name == "medusa" else 10  # Medusa's are random
-        yield Simulated(server, probe, models / "target", report, accepted)
+        yield Simulated(name, server, probe, models / "target", report, accepted)
         server.assert_idle_and_clean()
         assert probe.read()["wrong_lengths"] == []
 
@@ -147,6 +148,7 @@ def test_greedy_is_the_target_alone(gpu: Simulated) -> None:
     assert state["captured"] and state["attention"] == "triton"
     assert all(graphs["graphs"] > 8 for graphs in (*state["draft_graphs"], state["verification_graphs"]))
     stats = gpu.probe.read()
+    assert (stats["early"] > 10) == (gpu.name == "model")
     assert stats["accepted"] >= gpu.accepted and len(stats["depths"]) >= 2, "next to nothing was drafted"
 
 

@@ -66,6 +66,7 @@ class CpuForward:
 
     most_tokens = 2048
     first_tokens = None
+    follows = False
 
     def __init__(self, model: CpuModel, req_to_token: Tensor) -> None:
         self.model = model

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from adaserve.engine.gpu.layout import Extent, change_windows, unpack
-from adaserve.engine.trees.attention import TreeAttentionPlan, attend
+from adaserve.engine.trees.attention import TreeAttentionPlan, attend, indptr
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class TreeKernel(Protocol):
         """What ``plan`` returned, on the device; a graph does this before it runs the kernel."""
         ...
 
+    def shorten(self, starts: Tensor, short: Tensor, q: int) -> None:
+        """What ``plan`` was told of each request was the longest case: it has as many keys fewer, at the end,
+        as ``short`` int64 [R] says, and q tokens as all have. Changes ``starts``, those of ``take``."""
+        ...
+
     def hiding(self, ends: Tensor, seen: Tensor) -> AbstractContextManager[None]:
         """Tokens do not see all of their windows meanwhile: only ``seen`` bool [R, q, width] of the last keys
         of their requests. ``ends`` int64 [R, q]: ``Extent.window_ends``; -1 = a token sees all."""
@@ -78,10 +83,14 @@ class SdpaKernel:
     def __init__(self, buffers: AttentionBuffers) -> None:
         self._buffers, self.hiding = buffers, buffers.hiding
         self._extent: Extent | None = None
+        self._short: list[int] = []  # keys that each request has less than the extent says
 
     def plan(self, extent: Extent) -> np.ndarray:
-        self._extent = extent
+        self._extent, self._short = extent, [0] * len(extent.q_lens)
         return np.zeros(0, np.int32)
+
+    def shorten(self, starts: Tensor, short: Tensor, q: int) -> None:
+        self._short = short.tolist()
 
     def take(self, starts: Tensor) -> None:
         """It reads the extent."""
@@ -91,14 +100,17 @@ class SdpaKernel:
         """What the buffers say now, in the CPU forward's terms."""
         e = self._extent
         assert e is not None
+        kv_lens = e.kv_lens - self._short
+        # All but the windows at the end is seen.
         mask = [
-            unpack(self._buffers.mask, int(b), int(q), int(k)).flatten()
-            for b, q, k in zip(e.byte_starts[:-1], e.q_lens, e.kv_lens, strict=True)
+            unpack(self._buffers.mask, int(b), int(q), int(k))[:, less:].flatten()
+            for b, q, k, less in zip(e.byte_starts[:-1], e.q_lens, e.kv_lens, self._short, strict=True)
         ]
+        slots = [self._buffers.kv_indices[a : a + k] for a, k in zip(e.kv_starts, kv_lens, strict=False)]
         return TreeAttentionPlan(
             torch.from_numpy(e.qo_starts.astype(np.int32)),
-            torch.from_numpy(e.kv_starts.astype(np.int32)),
-            self._buffers.kv_indices[: int(e.kv_starts[-1])],
+            torch.from_numpy(indptr(kv_lens).astype(np.int32)),
+            torch.cat(slots),
             torch.cat(mask),
         )
 

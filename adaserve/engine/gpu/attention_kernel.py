@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adaserve.engine.gpu.attention import AttentionBuffers
+from adaserve.engine.gpu.follow_kernel import shorten_fused
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
 
@@ -92,6 +93,9 @@ class TritonKernel:
 
     def take(self, starts: Tensor) -> None:
         self._tiles = starts.view(-1, TILE)
+
+    def shorten(self, starts: Tensor, short: Tensor, q: int) -> None:
+        shorten_fused(starts.view(-1, TILE), short, q)
 
     @contextmanager
     def hiding(self, ends: Tensor, seen: Tensor) -> Iterator[None]:

@@ -16,14 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.device import Beams, Mark, Ready, Run, Search
+from adaserve.engine.device import Awaited, Beams, Mark, Ready, Run, Search
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import TreeKernel
+from adaserve.engine.gpu.follow import begin_with
 from adaserve.engine.gpu.layout import Extent, list_slots, slot_lists
 from adaserve.engine.gpu.model import Inputs, Parts
 from adaserve.engine.gpu.sizes import SearchKey
 from adaserve.engine.levels import Levels
-from adaserve.engine.transfer import QueuedCopy, StaticArrays
+from adaserve.engine.transfer import QueuedCopy, StaticArrays, put
 from adaserve.engine.trees.batch import Gap, TreeBatch, without_gap
 from adaserve.engine.trees.shape import TreeShape, tree_shape
 
@@ -65,7 +66,7 @@ class BeamSearches:
             **at_the_end(first, prepared.first), "base": search.base, "pool_rows": search.pool_rows,
             "scale": search.scale, "spread": search.spread, "keys": search.keys,
         }  # fmt: skip
-        found, run = self._run(key, prepared, arrays, kv_lens, first.gap)
+        found, run = self._run(key, prepared, arrays, kv_lens, first.gap, search.awaited)
         return queued_beams(found, a, len(shape.beams)), run
 
     def rehearse(self, batch: TreeBatch, width: int) -> Run:
@@ -82,9 +83,14 @@ class BeamSearches:
         return self._run(key, prepared, arrays, base + shape.width)[1]
 
     def capture(self, key: SearchKey) -> None:
-        """Makes the graph of ``key``, which must not branch, on nothing but padding."""
+        """Makes the graph of ``key``, which must not branch, on nothing but padding, and compiles what runs
+        before it where it follows a verification."""
         prepared = self._prepare(key, tree_shape(len(key.beams), key.beams[0], None))
-        self._run(key, prepared, _padding(0, prepared.first), np.zeros(0, np.int64))
+        none, awaited = np.zeros(0, np.int64), None
+        if self._parts.follows:
+            one = torch.ones(1, dtype=torch.int64, device=self._parts.device)
+            awaited = Awaited(1, one, one[:, None], one, one - 1, none)
+        self._run(key, prepared, _padding(0, prepared.first), none, awaited=awaited)
 
     def _prepare(self, key: SearchKey, shape: TreeShape) -> _Prepared:
         if (prepared := self._prepared.get(key)) is not None:
@@ -121,7 +127,13 @@ class BeamSearches:
     # -- before the graph ---------------------------------------------------------------------
 
     def _run(
-        self, key: SearchKey, prepared: _Prepared, arrays: Arrays, kv_lens: np.ndarray, gap: Gap | None = None
+        self,
+        key: SearchKey,
+        prepared: _Prepared,
+        arrays: Arrays,
+        kv_lens: np.ndarray,
+        gap: Gap | None = None,
+        awaited: Awaited | None = None,
     ) -> tuple[Tensor, Run]:
         """int64 [3, R, nodes], ``Levels.found``. ``arrays``, ``kv_lens`` and ``gap`` are those of a rows."""
         parts, a = self._parts, len(kv_lens)
@@ -136,10 +148,22 @@ class BeamSearches:
             of_steps[f"starts-{q}"] = kernel.plan(extent)
         lists = slot_lists(extent, arrays["pool_rows"], gap)  # keys are the same in all steps
         there = prepared.static.put({**arrays, **of_steps, "lists": lists}, parts.device, key.rows)
+        if awaited is not None:
+            self._begin_with(awaited, key, prepared, there)
         found, run = parts.run(key, partial(self._search, key, prepared, there))
         if key not in parts.sizes.captured:
             self._eager = prepared, run[1]
         return found, run
+
+    def _begin_with(
+        self, awaited: Awaited, key: SearchKey, prepared: _Prepared, there: Mapping[str, Tensor]
+    ) -> None:
+        """What ``there`` has is that of the longest case."""
+        rows = np.full(key.rows, -1, np.int64)
+        rows[: len(awaited.rows)] = awaited.rows
+        short = begin_with(awaited, put({"rows": rows}, self._parts.device)["rows"], there)
+        for q, (kernel, _) in prepared.kernels.items():
+            kernel.shorten(there[f"starts-{q}"], short, q)
 
     # -- inside of it -------------------------------------------------------------------------
 

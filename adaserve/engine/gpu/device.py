@@ -128,6 +128,7 @@ class GpuDevice:
                 candidates=max(config.max_width, 3),
                 last_position=int(target.model_config.context_len) - 1,
                 last_token=int(runner.model_config.vocab_size) - 1,
+                follows=attention != "flashinfer",
             )
 
         searches, of_drafts = list(sizes.searches()), list(sizes.drafts())

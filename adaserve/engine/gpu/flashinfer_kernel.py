@@ -77,6 +77,9 @@ class FlashInferKernel:
     def take(self, starts: Tensor) -> None:
         self._starts.copy_(starts.view_as(self._starts))
 
+    def shorten(self, starts: Tensor, short: Tensor, q: int) -> None:
+        raise NotImplementedError("FlashInfer is planned on the host, which has to know all lengths")
+
     def _plan_first(self, queries: Tensor, slots: Tensor) -> None:
         """Through FlashInfer's wrapper, which compiles what it needs."""
         h, lens = self._heads, torch.ones(len(self._page_lens), dtype=torch.int32)

@@ -53,6 +53,7 @@ class GpuForward:
     def __init__(self, parts: Parts) -> None:
         self.parts, self.device, self.most_tokens = parts, parts.device, parts.sizes.most_tokens
         self.sizes, self.table, self.first_tokens = parts.sizes, parts.table, parts.first
+        self.follows = parts.follows
         self._searches = BeamSearches(parts)
         self._prepared: dict[Key, _Prepared] = {}
         self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end

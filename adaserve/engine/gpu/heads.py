@@ -152,5 +152,6 @@ def gpu_head(parts: Parts, target: Any, head: Any, config: AdaServeConfig) -> Gp
     ids = getattr(head.model, "hot_token_id", None)  # an MTP layer knows all tokens
     words = None if ids is None else ids.to(device=parts.device, dtype=torch.int64)
     call = SGLangMTP(head) if type(head.model).__name__ == MTP else SGLangHead(head)
-    own = replace(parts, call=call, first=1 + config.max_depth, words=words)
+    # What it reads first are all tokens that were accepted, and only the device knows how many these are.
+    own = replace(parts, call=call, first=1 + config.max_depth, follows=False, words=words)
     return GpuHead(own, hidden_states_of(target, head))

@@ -107,7 +107,8 @@ class Parts:
     ``candidates``: how many best tokens a draft step needs. ``last_position``: highest position with a
     rotary angle; tokens beyond it are never kept, so they may compute anything. ``last_token``: the last row
     of the embedding; a target with more of them only pads further, but its padding must not be looked up.
-    ``first``: tokens per request that the first step of a search has room for. ``words``: int64 [V], the
+    ``first``: tokens per request that the first step of a search has room for. ``follows``: as in
+    ``ModelForward``. ``words``: int64 [V], the
     tokens that a head's logits stand for; None = all, in their order.
     """
 
@@ -121,6 +122,7 @@ class Parts:
     last_position: int
     last_token: int
     first: int = FIRST
+    follows: bool = False
     words: Tensor | None = None
 
     @property

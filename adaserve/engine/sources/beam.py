@@ -7,23 +7,23 @@ and its ancestors. Re-parented beams therefore never move KV.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from adaserve.engine.clock import HostMark
-from adaserve.engine.device import Beams, Device, Mark, ModelForward, Ready, Run, Search
+from adaserve.engine.device import Awaited, Beams, Device, Mark, ModelForward, Ready, Run, Search
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
-from adaserve.engine.sources.source import Drafting, KeepDrafting, TreeSource
+from adaserve.engine.sources.source import Drafting, Early, KeepDrafting, TreeSource
 from adaserve.engine.state import DecodeRows
-from adaserve.engine.trees.batch import Gap
+from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, laid_out, tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
-from adaserve.scheduler.interface import MODEL, CandidateTrees, IterationPlan
+from adaserve.scheduler.interface import MODEL, CandidateTrees, Draft, IterationPlan
 from adaserve.sharpening import DraftSharpening
 
 MOST_PENDING = 8
@@ -41,7 +41,8 @@ class _Searched:
 
 class BeamSource(TreeSource):
     """Searches with a draft model, number ``number`` of the device's. ``max_nodes``: KV slots that a
-    window has for its candidates. ``sharpening`` may be replaced between iterations, with the weights."""
+    window has for its candidates. ``sharpening`` may be replaced between iterations, with the weights.
+    ``is_alone``: whether it is the only draft."""
 
     def __init__(
         self,
@@ -51,11 +52,12 @@ class BeamSource(TreeSource):
         max_nodes: int,
         model: DraftModel | None = None,
         number: int = 0,
+        is_alone: bool = True,
     ) -> None:
         self.cache, self.sharpening = cache, sharpening
         self._forward: ModelForward = device.drafts[number]
         self._device, self._max_nodes, self._model = device, max_nodes, model
-        self._number = number
+        self._number, self._is_alone = number, is_alone
         self._searched: _Searched | None = None
 
     # -- what it reads ------------------------------------------------------------------------
@@ -121,6 +123,43 @@ class BeamSource(TreeSource):
         first_level = None if asking is None else asking.first_level
         return Drafting(lambda: self._proposal(shape, active, ready(), len(rows)), caught_up, first_level)
 
+    def propose_early(
+        self, plan: IterationPlan, rows: DecodeRows, verified: VerifyBatch, awaited: Awaited
+    ) -> Early | None:
+        """Where the draft has made every node that is verified, all that it may not have read by then is the
+        last token before the root. It reads that one in any case."""
+        made, then, cached = verified.drafted.get(self._number), plan.then, rows.seq_lens
+        if then is None or not then.depth or not (self._is_alone and self._forward.follows):
+            return None
+        if len(verified.node) > (0 if made is None else np.count_nonzero(made)):
+            return None
+        # At least one token comes, so that one less is left.
+        deepest = np.minimum(rows.running.max_depth, rows.running.remaining_tokens - 2)
+        rows = replace(rows, seq_lens=cached + awaited.most, running=replace(rows.running, max_depth=deepest))
+        drafts = plan.next_drafts
+        active = drafted_rows(drafts, rows)
+        shape = fitting_shape(drafts, rows, active, self._max_nodes)
+        pool_rows = rows.pool_rows[active]
+        if shape is None or not self.cache.is_settled(pool_rows.tolist()):
+            return None
+        search = search_for(self.sharpening, rows, active, shape, replace(awaited, rows=active))
+        two = np.full(len(active), 2)
+        gap = self._left_out(drafts, cached, active)
+        first = TreeBatch.causal(np.zeros(2 * len(active), np.int64), pool_rows, search.base - 1, two, gap)
+        ready = cache(self._forward.search(first, search, None))
+
+        def take(at: np.ndarray, mine: np.ndarray, n: int) -> Drafting:
+            taken = pool_rows[mine].tolist()
+            self.cache.drafted(taken)
+            self._searched = _Searched(frozenset(taken), ready)
+            return Drafting(lambda: self._proposal(shape, at, ready().of(mine), n))
+
+        depth = len(shape.beams)
+        branching = then.branching and then.branching[:depth]
+        window = None if then.window is None else then.window[active]
+        draft = Draft(depth, then.width, branching, None, window, then.sinks)
+        return Early([rows.states[row] for row in active.tolist()], draft, take)
+
     def _left_out(self, plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
         """Of the contexts of the active rows, ``cached`` being the tokens [n] of all."""
         return left_out(plan, cached, active)
@@ -160,7 +199,13 @@ def fitting_shape(
     return None
 
 
-def search_for(sharpening: DraftSharpening, rows: DecodeRows, active: np.ndarray, shape: TreeShape) -> Search:
+def search_for(
+    sharpening: DraftSharpening,
+    rows: DecodeRows,
+    active: np.ndarray,
+    shape: TreeShape,
+    awaited: Awaited | None = None,
+) -> Search:
     """A search over the rows ``active``, whose logits are read by ``sharpening``."""
     scale, spread = _reading(sharpening, rows.noisy, rows.running.temperature[active].tobytes())
     return Search(
@@ -170,6 +215,7 @@ def search_for(sharpening: DraftSharpening, rows: DecodeRows, active: np.ndarray
         scale=scale,
         spread=spread,
         keys=rows.keys[active],
+        awaited=awaited,
         forbid=None if rows.grammars is None else rows.grammars.forbid(active),
     )
 

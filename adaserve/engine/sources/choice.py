@@ -41,7 +41,8 @@ def sources_of(
         cache = DraftCache(device.drafts[number], req_to_token, slots, config.deepest + 1)
         kind = HeadSource if model.kind in ("eagle3", "mtp") else BeamSource
         sharpening = load_sharpening(Path(model.path))
-        yield kind(device, cache, sharpening, config.beam_candidates, model, number)
+        alone = len(models) == 1
+        yield kind(device, cache, sharpening, config.beam_candidates, model, number, alone)
     if config.medusa is not None:
         assert device.medusa is not None
         sharpening = load_sharpening(Path(config.medusa))

@@ -91,6 +91,10 @@ class DraftCache:
             if prompt.iterations:
                 del self._exchangeable[row]
 
+    def is_settled(self, pool_rows: Sequence[int]) -> bool:
+        """Whether the draft has all that is cached of these requests, in slots that stay theirs."""
+        return not any(row in self._exchangeable or self._held[row].pending for row in pool_rows)
+
     def late(self, pool_rows: Sequence[int], most_pending: int) -> list[int]:
         """Requests with more than ``most_pending`` missed tokens.
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from adaserve.engine.device import Mark, Run
-from adaserve.engine.state import DecodeRows
+from adaserve.engine.device import Awaited, Mark, Run
+from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
-from adaserve.scheduler.interface import IterationPlan
+from adaserve.scheduler.interface import Draft, IterationPlan
 
 KeepDrafting = Callable[[IterationPlan, int, np.ndarray], bool]
 """``Policy.keep_drafting``."""
@@ -27,6 +27,35 @@ class Drafting:
     """When the source took in tokens that it had missed; this does not count as the cost of drafting."""
     first_level: Mark | None = None
     """When the first of several levels was there; None where nobody was asked whether to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A proposal that was queued behind a verification, before it was known what that accepts and who goes
+    on."""
+
+    states: Sequence[RequestState]  # of the requests that it is for
+    draft: Draft  # for these
+    take: Callable[[np.ndarray, np.ndarray, int], Drafting]
+    """(rows int64 [b], rising; which of the above they are, int64 [b]; n) -> what it has for these of n
+    requests. To be called once the source has been told what was accepted."""
+
+    def among(self, states: Sequence[RequestState]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of ``states`` that it is for, and which of its requests they are, int64 [b] each."""
+        place = {id(state): i for i, state in enumerate(self.states)}
+        found = [(row, place[id(s)]) for row, s in enumerate(states) if id(s) in place]
+        rows, mine = np.array(found, np.int64).reshape(-1, 2).T
+        return rows, mine
+
+    def for_rows(self, rows: np.ndarray, mine: np.ndarray, n: int) -> Draft:
+        """Its draft as one for n requests, of which it has those."""
+        has = np.zeros(n, np.bool_)
+        has[rows] = True
+        window = None
+        if self.draft.window is not None:
+            window = np.zeros(n, np.int64)
+            window[rows] = self.draft.window[mine]
+        return replace(self.draft, rows=None if has.all() else has, window=window)
 
 
 class TreeSource:
@@ -51,6 +80,13 @@ class TreeSource:
 
         ``keep`` is asked between steps by sources that can stop early.
         """
+        return None
+
+    def propose_early(
+        self, plan: IterationPlan, rows: DecodeRows, verified: VerifyBatch, awaited: Awaited
+    ) -> Early | None:
+        """Queues candidates for the next iteration, as ``plan.then`` says, behind this one's verification
+        (``awaited``, for all rows). None where they have to wait for its outcome, or are not wanted."""
         return None
 
     def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:

@@ -192,6 +192,7 @@ def device_forward(
         candidates=4,
         last_position=CONTEXT - 1,
         last_token=VOCABULARY - 1,
+        follows=True,
     )
     return GpuForward(parts)
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaserve.engine import transfer
 from adaserve.engine.clock import HostMark
-from adaserve.engine.gpu import attention, device, model, noise
+from adaserve.engine.gpu import attention, beam_search, device, model, noise
+from adaserve.engine.gpu.attention import SdpaKernel
 from adaserve.engine.gpu.device import GpuDevice
 from adaserve.engine.gpu.graphs import EagerGraph
 from adaserve.engine.gpu.sizes import SearchKey
@@ -56,9 +57,11 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def as_on_a_gpu(watch: Watch, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is in a graph is launched by one call, but may not wait either; one kernel moves a pool's KV. The
+    """What is in a graph is launched by one call, but may not wait either; one kernel moves a pool's KV, and
+    what a draft begins with and how much shorter its keys are takes one kernel each. The
     models and their reference kernel may do as they like."""
     model, replay, move = TinyModel.__call__, EagerGraph.replay, GpuDevice.move
+    begin, shorten = beam_search.begin_with, SdpaKernel.shorten
 
     def call(self: TinyModel, *args: Any) -> Any:
         with torch.utils._python_dispatch._disable_current_modes():
@@ -75,6 +78,16 @@ def as_on_a_gpu(watch: Watch, patch: pytest.MonkeyPatch) -> Iterator[None]:
         with torch.utils._python_dispatch._disable_current_modes():
             move(self, pool, target, source)
 
+    def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+        def launched(*args: Any) -> Any:
+            watch.launches += 1
+            with torch.utils._python_dispatch._disable_current_modes():
+                return function(*args)
+
+        return launched
+
+    patch.setattr(beam_search, "begin_with", kernel(begin))
+    patch.setattr(SdpaKernel, "shorten", kernel(shorten))
     patch.setattr(TinyModel, "__call__", call)
     patch.setattr(GpuDevice, "move", moved)
     patch.setattr(EagerGraph, "replay", replayed)
@@ -95,12 +108,17 @@ def test_the_watch_sees_what_waits() -> None:
 
 MOST_LAUNCHES = {"none": 13, "adaserve": 33, "chain-3": 25, "priced": 33}
 """Of one iteration at depth 4 at most, graphs among them. Lower them when you can."""
+MORE_EARLY = 4
+"""Where the draft does not wait for the outcome: two uploads in place of one, and the kernels behind them."""
 
 
+@pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize("policy", MOST_LAUNCHES)
-def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration(policy: str, is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run, read, uploads, watch = Run(policy, overlap=True), [], [], Watch()
-    run.step()
+    run.loop.device.drafts[0].follows = is_early  # type: ignore[misc]
+    for _ in range(3):  # SGLang may exchange the slots of prompts at first
+        run.step()
     inner, pack, put = QueuedCopy.read, transfer._pack, StaticArrays.put
 
     def counted(self: QueuedCopy) -> Any:
@@ -122,13 +140,19 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with as_on_a_gpu(watch, monkeypatch):
         run.loop.decode(run.batch(), None)
     assert watch.waits == []
-    drafted = run.loop._arriving is not None and run.loop._arriving.proposal.trees.n_nodes > 0
+    assert run.loop._arriving is not None
+    drafted = run.loop._arriving.proposal.trees.n_nodes > 0
     assert drafted or policy in ("none", "priced")
+    if policy == "priced" and is_early and drafted != (run.loop._early is not None):
+        return  # it has just begun to draft, or ended it
+    assert (run.loop._early is not None) == (is_early and drafted)
     assert len(read) == 1 + drafted, "the last outcome, and the candidates"
     assert watch.graphs == 1 + drafted, "a draft with all its steps, and a verification"
-    assert watch.launches <= MOST_LAUNCHES[policy]
-    assert len(uploads) == 2 + drafted, f"for each graph, and for the walk behind the last one: {uploads}"
-    assert "inputs" in uploads[-2] and "root" in uploads[-1], "the walk's need not be there before"
+    assert watch.launches <= MOST_LAUNCHES[policy] + MORE_EARLY * is_early
+    count = 2 + drafted + (drafted and is_early)
+    assert len(uploads) == count, f"for each graph, and for the walk behind a verification: {uploads}"
+    walk = 1 if is_early else count - 1
+    assert "inputs" in uploads[walk - 1] and "root" in uploads[walk], "the walk's need not be there before"
 
 
 def test_marks_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +163,15 @@ def test_marks_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     run.step()
     assert run.loop._arriving is not None
     noted = run.loop._arriving.marks
-    assert marks == [noted.start, noted.drafted, noted.selected, noted.accepted] and not noted.caught_up
+    assert not noted.caught_up and noted.resumed is noted.drafted and run.loop._early is not None
+    next_one = run.loop._early.span
+    mine = [noted.start, noted.drafted, noted.selected, noted.accepted]
+    assert marks == [*mine, next_one.start, next_one.end]
+    marks.clear()
+    run.step()
+    noted = run.loop._arriving.marks
+    assert [noted.start, noted.drafted] == [next_one.start, next_one.end], "its draft was there before"
+    assert marks[0] == noted.resumed and marks[2:4] == [noted.selected, noted.accepted]
 
 
 def test_kv_moves_behind_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:

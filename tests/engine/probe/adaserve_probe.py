@@ -78,6 +78,7 @@ def probed(base: type) -> type:
                     "audits",
                     "catch_ups",
                     "unread",
+                    "early",
                 ),
                 0,
             )
@@ -93,6 +94,7 @@ def probed(base: type) -> type:
                 by_source={},  # accepted nodes by the bits of their sources
             )
             self.stats["wrong_lengths"] = []
+            self.stats["lacking"] = -(1 << 30)  # KV slots of a draft that are not its request's
             self.stats["forwards"] = []
             self._reqs: dict[str, Any] = {}
             self._audits = 0
@@ -110,6 +112,8 @@ def probed(base: type) -> type:
             self.loop.times.decoded = counted
             for name in ("_rows", "_advance", "_observe", "forget"):
                 setattr(self.loop, name, partial(getattr(self, name), getattr(self.loop, name)))
+            for draft in self.loop.device.drafts:
+                draft.search = partial(self._search, draft.search)
             if options.get("rotate"):
                 self._rotate()
             if options.get("compare_head"):
@@ -148,6 +152,14 @@ def probed(base: type) -> type:
 
             policies.choose = rotated
             rotated(self.config.policy)
+
+        def _search(self, inner: Callable[..., Any], first: Any, search: Any, keep: Any) -> Any:
+            """All that it may write to belongs to the request by then."""
+            for row, cached in zip(search.pool_rows.tolist(), search.base.tolist(), strict=True):
+                req = self._reqs[self.loop.requests.states[row].rid][0]
+                lacking = cached + search.shape.width - req.kv.kv_allocated_len
+                self.stats["lacking"] = max(self.stats["lacking"], lacking)
+            return inner(first, search, keep)
 
         def _rows(self, inner: Callable[..., Any], *given: Any) -> Any:
             rows = inner(*given)
@@ -277,6 +289,7 @@ def probed(base: type) -> type:
                 for window in plan.draft_window.tolist():
                     stats["windows"][str(window)] = stats["windows"].get(str(window), 0) + 1
             stats["unread"] += int((plan.running.context_tokens - plan.draft_reads).sum())
+            stats["early"] += plan.running.underway is not None
             depth = str(outcome.plan.depth)
             stats["depths"][depth] = stats["depths"].get(depth, 0) + 1
             self._trace(0)

@@ -1,0 +1,215 @@
+"""A draft that was queued before the outcome of a verification is the one that would have been made after
+it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from adaserve.engine.device import Awaited
+from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.sources.source import Early
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.scheduler.interface import Draft, IterationPlan
+from tests.engine.gpu.factories import (
+    NOISY,
+    Requests,
+    TinyModel,
+    graph_device,
+    host_device,
+    iteration_plan,
+)
+from tests.engine.gpu.test_decode import Run
+from tests.engine.gpu.test_moves import python
+from tests.engine.gpu.test_search import assert_same
+
+MOST = 5
+"""Tokens that the verification may commit of a request."""
+
+
+class Case:
+    """Requests whose verification is on its way, and the same after it: ``counts`` tokens come of each."""
+
+    def __init__(self, lengths: list[int], counts: list[int], temperature: float = 0.3) -> None:
+        self.before, self.after = Requests([*lengths]), Requests([*lengths])
+        n = len(lengths)
+        emitted = torch.randint(0, 64, (n, MOST), generator=torch.Generator().manual_seed(3))
+        for r, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            tokens = emitted[r].tolist()
+            self.after._texts[r][length : length + count] = [self.before.roots[r], *tokens[: count - 1]]
+            self.after.roots[r] = tokens[count - 1]
+            self.after.lengths[r] = length + count
+        self.awaited = Awaited(
+            MOST, torch.tensor(counts), emitted, torch.tensor([9, *self.before.roots]), 1 + torch.arange(n),
+            np.arange(n),
+        )  # fmt: skip
+        self.temperature = temperature
+        self.model = TinyModel(self.before.slots)
+        self.after.prefill(self.model, [length - 1 for length in self.after.lengths])
+        self.source = self._source(self.before, [0] * n)
+        self.source.cache._exchangeable.clear()
+
+    def _source(self, requests: Requests, lag: list[int]) -> BeamSource:
+        return requests.source(graph_device(requests, self.model, self.model), lag, NOISY)
+
+    def early(self, plan: IterationPlan, drafted: np.ndarray | None = None, nodes: int = 0) -> Early | None:
+        verified: Any = SimpleNamespace(
+            drafted={} if drafted is None else {0: drafted}, node=np.zeros(nodes, np.int64)
+        )
+        rows = self.before.rows(self.before.running(temperature=self.temperature))
+        return self.source.propose_early(plan, rows, verified, self.awaited)
+
+    def expected(self, plan: IterationPlan) -> Proposal:
+        """On a host, which has read everything but the last token."""
+        running = self.after.running(temperature=self.temperature)
+        model = TinyModel(self.after.slots)
+        self.after.prefill(model, [length - 1 for length in self.after.lengths])
+        host = self.after.source(host_device(self.after, model, model), [1] * len(running), NOISY)
+        drafting = host.propose(dataclasses.replace(plan, running=running), self.after.rows(running), None)
+        assert drafting is not None
+        return drafting.read()
+
+    def plan(self, draft: Draft) -> IterationPlan:
+        running = self.before.running(temperature=self.temperature)
+        return dataclasses.replace(iteration_plan(running, 1, 1), then=draft)
+
+
+SHAPES = [Draft(1), Draft(4), Draft(5, 3), Draft(3, 2), Draft(3, 1, (2, 1, 3))]
+
+
+@pytest.mark.parametrize("draft", SHAPES)
+@pytest.mark.parametrize("counts", [[1, 1, 1], [5, 1, 3], [5, 5, 5]])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_same_trees(draft: Draft, counts: list[int], temperature: float) -> None:
+    case, all_rows = Case([5, 17, 2], counts, temperature), np.arange(3)
+    early = case.early(case.plan(draft))
+    assert early is not None and early.draft == draft
+    found = early.take(all_rows, all_rows, 3).read()
+    assert_same(case.expected(case.plan(draft).next_drafts), found)
+
+
+def test_a_draft_that_reads_little() -> None:
+    """The recent tokens are those of before, so that it reads what has come since in addition."""
+    counts = [4, 1, 2]
+    case, every = Case([30, 5, 21], counts), np.arange(3)
+    window = np.array([8, 16, 5])
+    early = case.early(case.plan(Draft(4, 3, window=window, sinks=2)))
+    assert early is not None and early.draft.window is not None
+    plan = case.plan(Draft(4, 3, window=window + counts, sinks=2)).next_drafts
+    assert_same(case.expected(plan), early.take(every, every, 3).read())
+
+
+def test_some_go_on_and_others_have_come() -> None:
+    """Their candidates are those that they have among all; who has come has none."""
+    case = Case([5, 17, 9], [2, 4, 1])
+    draft = Draft(3, 2, rows=np.array([True, True, False]))
+    early = case.early(case.plan(draft))
+    assert early is not None and len(early.states) == 2
+    new = dataclasses.replace(early.states[0], rid="new")
+    rows, mine = early.among([new, early.states[1], new])
+    assert (rows.tolist(), mine.tolist()) == ([1], [1])
+    underway = early.for_rows(rows, mine, 3)
+    assert underway.rows is not None and underway.rows.tolist() == [False, True, False]
+    found, whole = early.take(rows, mine, 3).read(), case.expected(case.plan(draft).next_drafts)
+    start = whole.trees.row_start
+    assert found.trees.row_start.tolist() == [0, 0, start[2] - start[1], start[2] - start[1]]
+    assert found.trees.token.tolist() == whole.trees.token[start[1] : start[2]].tolist()
+    assert [case.source.cache[row].length for row in case.before.pool_rows.tolist()] == [5, 17, 9]
+
+
+@pytest.mark.parametrize(
+    ("what", "made"), [("all", [False, True, True]), ("other", [False, True, False]), ("none", None)]
+)
+def test_only_behind_its_own_nodes(what: str, made: list[bool] | None) -> None:
+    """Behind those of others it would not know what it has not read."""
+    case = Case([5, 17, 9], [1, 1, 1])
+    early = case.early(case.plan(Draft(2)), None if made is None else np.array(made), nodes=2)
+    assert (early is not None) == (what == "all")
+
+
+def test_not_where_something_has_to_be_read_first() -> None:
+    case = Case([5, 17, 9], [1, 1, 1])
+    case.source.cache.advanced(int(case.before.pool_rows[1]), [3], known=0)
+    assert case.early(case.plan(Draft(2))) is None
+    some = Draft(2, rows=np.array([True, False, True]))
+    assert case.early(case.plan(some)) is not None
+    assert case.early(case.plan(Draft(0))) is None
+
+
+KERNELS = """
+import numpy as np, torch
+from adaserve.engine.device import Awaited
+from adaserve.engine.gpu import follow, follow_kernel
+from adaserve.engine.gpu.attention_kernel import tiles_of, Cut
+
+generator = torch.Generator().manual_seed(1)
+for n, a, padded, first in ((5, 4, 8, 2), (3, 3, 4, 5)):
+    length = torch.tensor([1, 4, 2, 5, 3])[:n]
+    emitted = torch.randint(0, 90, (n, 7), generator=generator)[:, 1:]
+    awaited = Awaited(5, length, emitted, torch.arange(40), torch.arange(n) * 7, np.arange(a))
+    rows = torch.full((padded,), -1)
+    rows[:a] = torch.randperm(n, generator=generator)[:a]
+    def there():
+        made = {"tokens": torch.zeros(padded, first), "places": torch.zeros(padded, first),
+                "base": torch.zeros(padded), "lists": torch.ones(padded, 5)}
+        for values in made.values():
+            values[:a] = 50
+        return {name: values.long() for name, values in made.items()}
+    right, found = there(), there()
+    short = follow.begin_with(awaited, rows, right)
+    assert torch.equal(short, follow_kernel.begin_fused(awaited, rows, found))
+    assert all(torch.equal(right[name][:a], found[name][:a]) for name in right) and short[:a].any()
+    assert not any(found[name][a:].any() for name in ("tokens", "places", "base"))
+    assert not short[a:].any() and right["base"][a:].sum() == 0
+
+    cut, q = Cut(4, 20, 1, 64, 4), 3
+    q_lens, kv_lens = np.full(padded, q), np.ones(padded, np.int64)
+    kv_lens[:a] = 20 + np.arange(a)
+    tiles = torch.from_numpy(tiles_of(q_lens, kv_lens, 2, cut))
+    follow_kernel.shorten_fused(tiles, short, q)
+    kv_starts = torch.from_numpy(kv_lens.cumsum() - kv_lens)
+    expected = tiles_of(q_lens, kv_lens - short.numpy(), 2, cut)
+    assert np.array_equal(tiles.numpy()[:, [0, 1, 2, 4]], expected[:, [0, 1, 2, 4]])
+    assert len(set(tiles.numpy()[:, 3].tolist()) - set(kv_starts.tolist())) == 0, "where keys start stays"
+"""
+
+
+def test_the_kernels_do_the_same() -> None:
+    python(KERNELS, interpret=True)
+
+
+@pytest.mark.parametrize("policy", ["adaserve", "chain-3", "fixed-tree"])
+def test_all_but_the_first_iterations_are_drafted_early(policy: str) -> None:
+    """At first SGLang may still exchange the slots of prompts."""
+    run = Run(policy, overlap=True).finish()
+    run.check()
+    early = [outcome.plan.running.underway is not None for outcome in run.outcomes]
+    goes_on = [outcome.plan.running.remaining_tokens.max() > 1 for outcome in run.outcomes]
+    assert early == [False, False, *goes_on[2:]] and sum(early) > 4
+    ends = [outcome.end_s for outcome in run.outcomes]
+    assert ends == sorted(ends)
+
+
+def test_not_where_outcomes_are_awaited() -> None:
+    run = Run("adaserve", overlap=False).finish()
+    assert not any(outcome.plan.running.underway for outcome in run.outcomes)
+
+
+def test_prompts_that_are_read_meanwhile_are_no_part_of_the_iteration() -> None:
+    """Neither of its draft nor of what comes behind it, but of the time since the last one."""
+    run = Run("chain-3", overlap=True)
+    for _ in range(3):
+        run.step()
+    time.sleep(0.3)  # a prefill
+    run.step()
+    run.loop.settle()
+    outcome = run.outcomes[-1]
+    assert outcome.plan.running.underway is not None
+    assert outcome.total_s < 0.3 <= outcome.since_last_s
+    assert outcome.total_s >= outcome.draft_s + outcome.select_s + outcome.verify_s - 1e-6
