@@ -143,40 +143,12 @@ def test_not_where_something_has_to_be_read_first() -> None:
 
 
 KERNELS = """
-import numpy as np, torch
-from adaserve.engine.device import Awaited
-from adaserve.engine.gpu import follow, follow_kernel
-from adaserve.engine.gpu.attention_kernel import tiles_of, Cut
+import torch
+from adaserve.bench.gpu_check.early import check_early
 
-generator = torch.Generator().manual_seed(1)
-for n, a, padded, first in ((5, 4, 8, 2), (3, 3, 4, 5)):
-    length = torch.tensor([1, 4, 2, 5, 3])[:n]
-    emitted = torch.randint(0, 90, (n, 7), generator=generator)[:, 1:]
-    awaited = Awaited(5, length, emitted, torch.arange(40), torch.arange(n) * 7, np.arange(a))
-    rows = torch.full((padded,), -1)
-    rows[:a] = torch.randperm(n, generator=generator)[:a]
-    def there():
-        made = {"tokens": torch.zeros(padded, first), "places": torch.zeros(padded, first),
-                "base": torch.zeros(padded), "lists": torch.ones(padded, 5)}
-        for values in made.values():
-            values[:a] = 50
-        return {name: values.long() for name, values in made.items()}
-    right, found = there(), there()
-    short = follow.begin_with(awaited, rows, right)
-    assert torch.equal(short, follow_kernel.begin_fused(awaited, rows, found))
-    assert all(torch.equal(right[name][:a], found[name][:a]) for name in right) and short[:a].any()
-    assert not any(found[name][a:].any() for name in ("tokens", "places", "base"))
-    assert not short[a:].any() and right["base"][a:].sum() == 0
-
-    cut, q = Cut(4, 20, 1, 64, 4), 3
-    q_lens, kv_lens = np.full(padded, q), np.ones(padded, np.int64)
-    kv_lens[:a] = 20 + np.arange(a)
-    tiles = torch.from_numpy(tiles_of(q_lens, kv_lens, 2, cut))
-    follow_kernel.shorten_fused(tiles, short, q)
-    kv_starts = torch.from_numpy(kv_lens.cumsum() - kv_lens)
-    expected = tiles_of(q_lens, kv_lens - short.numpy(), 2, cut)
-    assert np.array_equal(tiles.numpy()[:, [0, 1, 2, 4]], expected[:, [0, 1, 2, 4]])
-    assert len(set(tiles.numpy()[:, 3].tolist()) - set(kv_starts.tolist())) == 0, "where keys start stays"
+for sizes in ((1, 3), (5, 2), (9, 4)):
+    found = check_early(*sizes, torch.device("cpu"))
+    assert found["right"], found
 """
 
 

@@ -1,5 +1,5 @@
-"""The kernels that list slots and hide windows: in Triton's interpreter against the host's code, and what is
-compiled."""
+"""The kernels that list slots and hide windows: in Triton's interpreter against the host's code; and of these
+and others, what is compiled."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
 from adaserve.engine.gpu.attention_kernel import _attend
+from adaserve.engine.gpu.follow_kernel import _begin, _shorten
 from adaserve.engine.gpu.layout_kernel import _change, _list
 
 hopper = GPUTarget("cuda", 90, 32)
@@ -51,7 +52,13 @@ attention = [
     for start, stride, width, rows in ((0, 16, 16, 16), (1, 0, 3, 16))
 ]
 kinds(_attend, (*attention[0][:25], 64, *attention[0][26:]))
-print(json.dumps([kinds(_list, *lists), kinds(_change, *windows), kinds(_attend, *attention)]))
+early = [
+    (*(numbers[start:] for _ in range(10)), 5 + 11 * start, 16 - start, 1 + start, 2 + 3 * start, 5)
+    for start in (0, 1)
+]
+tiles = [(table[start:], numbers[start:], 1 + 15 * start, 5) for start in (0, 1)]
+found = [kinds(_list, *lists), kinds(_change, *windows), kinds(_attend, *attention)]
+print(json.dumps([*found, kinds(_begin, *early), kinds(_shorten, *tiles)]))
 """
 
 

@@ -1,0 +1,75 @@
+"""Drafts that were queued before a plan was made: what policies make of them, and what they want next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import Draft, IterationOutcome, RunningBatch
+from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.replay import Recorder, read_recording, replay
+from tests.scheduler.sched_factories import beam_trees, running
+
+CHEAP = LatencyModel(
+    ForwardCost(fixed_s=1e-3, per_token_s=1e-4), ForwardCost(fixed_s=1e-2, per_token_s=1e-5), 1e-3
+)
+NAMES = ["priced", "adaserve", "chain-2", "turbospec", "global-greedy", "fixed-tree", "equal-greedy"]
+
+
+def batch(n: int, underway: Draft | None = None) -> RunningBatch:
+    return replace(running(n), underway=underway)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_takes_what_is_underway(name: str) -> None:
+    """And says what it would have drafted, which is what it plans where nothing is."""
+    config = PolicyConfig(latency=CHEAP)
+    free = build_policy(name, config).plan(batch(3), 1.0)
+    mine = (free.depth, free.width, free.branching, free.drafting, free.draft_window, free.draft_sinks)
+    assert free.then == Draft(*mine)
+    rows = np.array([True, False, True])
+    plan = build_policy(name, config).plan(batch(3, Draft(7, 1, None, rows)), 1.0)
+    assert (plan.depth, plan.width, plan.branching) == (7, 1, None) and plan.drafting is rows
+    assert plan.then == free.then and plan.next_drafts.depth == free.depth
+    trees = beam_trees(3, 7, 1)
+    selection = build_policy(name, config).select(plan, trees) if name != "priced" else None
+    assert selection is None or selection.verify_tokens <= plan.budget
+
+
+def test_nodes_below_what_a_request_may_still_write_are_left_out() -> None:
+    """It was not known when they were drafted."""
+    short = replace(batch(2, Draft(5)), remaining_tokens=np.array([3, 100]))
+    plan = build_policy("chain-2", PolicyConfig(latency=CHEAP)).plan(short, 1.0)
+    assert plan.cap is not None and plan.cap.tolist()[0] == 2
+
+
+@pytest.mark.parametrize("name", ["priced", "adaserve"])
+def test_recordings_tell_of_it(name: str, tmp_path: Path) -> None:
+    config = PolicyConfig(latency=CHEAP, learn_costs=False)
+    policy, path = build_policy(name, config), tmp_path / "recording.jsonl"
+    underway = None
+    with Recorder(path) as recorder:
+        for step in range(12):
+            plan = policy.plan(batch(3, underway), 1.0 + 0.02 * step)
+            recorder.planned(plan)
+            trees = beam_trees(3, plan.depth, plan.width, step)
+            selection = policy.select(plan, trees)
+            none = np.zeros(trees.n_nodes, np.bool_)
+            outcome = IterationOutcome(
+                plan, trees, selection, none, np.ones(3, np.int64), 1.02 + 0.02 * step, 1e-3, 1e-4, 1e-2, 0.02
+            )
+            policy.observe(outcome)
+            recorder.observed(outcome)
+            assert plan.then is not None
+            underway = replace(plan.then, rows=np.array([True, True, step % 2 == 0]))
+    assert replay(path, build_policy(name, config)) == []
+    recorded = [item.plan for item in read_recording(path)]
+    assert recorded[0].running.underway is None
+    read = recorded[5].running.underway
+    assert read is not None and read.rows is not None and read.rows.tolist() == [True, True, True]
+    assert recorded[5].then is not None and recorded[5].then.depth > 0
