@@ -15,11 +15,6 @@ from adaserve.scheduler.latency import ForwardCost, Latency
 NEWEST = 0.1
 """Weight of the newest iteration in the moving averages."""
 
-SHORT_STALL = 2.0
-"""Decode iterations that a forward of prompts may take in any case before prompts wait to share one. On a CPU
-it is about one, on an H200 five. Where it is short, a group of small prompts that had to wait for room for
-all of them would leave room for some of them unused."""
-
 HORIZON_TOKENS = 32
 """How far ahead a request's pace is trusted."""
 
@@ -59,9 +54,8 @@ class Pressure:
 
     @property
     def worth_tokens(self) -> float:
-        """Prompt tokens whose reading takes as long as what a forward takes in any case; 0 where that is at
-        most ``SHORT_STALL`` iterations, so that prompts can as well be read one by one."""
-        if len(self.sizes) == 1 or self.seconds[0] <= SHORT_STALL * self.period_s:
+        """Prompt tokens whose reading takes as long as what a forward takes in any case."""
+        if len(self.sizes) == 1:
             return 0.0
         token_s = float(self.seconds[-1] - self.seconds[0]) / float(self.sizes[-1] - self.sizes[0])
         return max(0.0, float(self.seconds[0]) / token_s - 1.0) if token_s > 0 else np.inf

@@ -415,24 +415,14 @@ def test_who_shares_a_forward_is_judged_by_it_and_small_groups_wait_for_those_be
     assert held.order.tolist() == [], "103 ms for the first group; the third prompt alone would take 84"
 
 
-def test_a_group_is_what_is_worth_a_forward():
-    """Reading 15 tokens takes as long as what a forward takes in any case, 16 ms."""
-    state = replace(pressure(9.0), period_s=0.005)
-    assert state.worth_tokens == pytest.approx(15.0)
-    at = Situation(GATED, waiting((200, 40, 100)), 0.0, state)
+def test_on_a_cpu_a_group_is_one_prompt():
+    """Reading 15 tokens takes as long as what a forward takes in any case."""
+    queue = waiting((200, 40, 100))
+    at = Situation(GATED, queue, 0.0, pressure(9.0))
+    assert at.pressure.worth_tokens == pytest.approx(15.0)
     assert [g.tolist() for g in groups(at, np.arange(3))] == [[0], [1], [2]]
-    small = Situation(GATED, waiting((10, 10, 4, 4, 4, 4)), 0.0, state)
+    small = Situation(GATED, waiting((10, 10, 4, 4, 4, 4)), 0.0, pressure(9.0))
     assert [g.tolist() for g in groups(small, np.arange(6))] == [[0], [1], [2, 3, 4, 5]], "two are too few"
-
-
-def test_on_a_cpu_prompts_do_not_wait_for_each_other():
-    """A forward of one takes as long as an iteration. Four small prompts have no room together, two have."""
-    stakes = Stakes(np.array([0.147] * 2), np.array([5.0] * 2), np.full(9, 0.020))
-    short = replace(pressure(9.0), stakes=stakes, seconds=0.001 * (15 + SIZES))
-    assert short.worth_tokens == 0
-    assert plan_prefill(Situation(GATED, waiting((3, 3, 3, 3)), 0.0, short), 1).order.tolist() == [0, 1]
-    long = replace(short, period_s=0.005)
-    assert plan_prefill(Situation(GATED, waiting((3, 3, 3, 3)), 0.0, long), 1).order.tolist() == []
 
 
 def test_a_queue_does_not_wait_for_the_last_slow_request_of_a_batch():
