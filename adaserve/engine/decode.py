@@ -142,7 +142,7 @@ class DecodeLoop:
         self._compact(verified, tensors, acceptance)  # which the host does not have to wait for
         runs = self._take_runs()
         if early is not None:
-            runs = [drafted + verifying for drafted, verifying in zip(early.span.runs, runs, strict=True)]
+            runs = [before + now for before, now in zip(early.span.runs, runs, strict=True)]
         began_s = start_s if early is None else None
         self._arriving = self._unobserved = Iteration(
             rows, policy, plan, proposal, selection, verified, began_s, marks, runs, outcome
@@ -213,12 +213,12 @@ class DecodeLoop:
         early, self._early = self._early, None
         if early is None or not self.policies.speculates:
             return None
-        rows, mine = early.proposed.among(states)
+        proposed, n = early.proposed, len(states)
+        rows, mine = proposed.among(states)
         known = set(map(id, early.states))
-        if len(rows) < max(1, sum(id(state) not in known for state in states)):
+        new = sum(id(state) not in known for state in states)
+        if len(rows) < max(1, new):
             return None
-        n = len(states)
-        proposed = early.proposed
         return _Taken(proposed.for_rows(rows, mine, n), proposed.take(rows, mine, n), early.span)
 
     def _verify(

@@ -112,8 +112,6 @@ def probed(base: type) -> type:
             self.loop.times.decoded = counted
             for name in ("_rows", "_advance", "_observe", "forget"):
                 setattr(self.loop, name, partial(getattr(self, name), getattr(self.loop, name)))
-            for draft in self.loop.device.drafts:
-                draft.search = partial(self._search, draft.search)
             if options.get("rotate"):
                 self._rotate()
             if options.get("compare_head"):
@@ -121,6 +119,8 @@ def probed(base: type) -> type:
                 self._write()
             if options.get("prefill_sizes"):
                 self._dictate(itertools.cycle(options["prefill_sizes"]))
+            for draft in self.loop.device.drafts:
+                draft.search = partial(self._search, draft.search)
 
         def _dictate(self, sizes: Any) -> None:
             plan = self.prefill.plan
