@@ -48,7 +48,7 @@ def test_one_request_may_fill_the_pool(alone: Served, stock: Server) -> None:
     right = stock.generate(input_ids=[5, 6, 7], sampling_params={**params, "max_new_tokens": 240})
     assert got["output_ids"][:240] == right["output_ids"]
     assert got["meta_info"]["finish_reason"]["type"] == "length"
-    assert 380 < got["meta_info"]["completion_tokens"] < 420
+    assert 370 < got["meta_info"]["completion_tokens"] < 420
     answer = alone.server.post(
         "/generate", {"input_ids": [5] * 415, "sampling_params": {"max_new_tokens": 5}}
     )

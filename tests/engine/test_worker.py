@@ -26,14 +26,17 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.M
         return SimpleNamespace(next_token_ids=torch.zeros(0, dtype=torch.int32))
 
     def settle() -> None:
+        """The iteration goes on for 5 s, and the draft that was queued behind it for 2."""
         order.append("settle")
         clock.now_s += 5.0
         worker.loop.times.last_end_s = clock.now_s
-        clock.now_s += 0.25
+        clock.now_s += 2.25
 
     worker: Any = SimpleNamespace(
         target_worker=SimpleNamespace(forward_batch_generation=forward),
-        loop=SimpleNamespace(settle=settle, times=Times(), sources=[]),
+        loop=SimpleNamespace(
+            settle=settle, times=Times(), sources=[], free_s=lambda: worker.loop.times.last_end_s + 2.0
+        ),
         ledger=SimpleNamespace(prefilled=lambda reqs, seconds: told.append(seconds)),
         prefill=SimpleNamespace(observe_prefill=lambda tokens, seconds: told.append(seconds)),
         _start_requests=lambda batch, tokens: None,
