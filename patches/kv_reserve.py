@@ -2,8 +2,8 @@
 
 Why: SGLang reserves twice the largest tree per request and iteration to cover that lengths lag under
 its overlap schedule. Our window is the root and the candidates; only under overlap a lag of two iterations
-comes on top, of at most ``max_depth + 1`` tokens each: SGLang hears of one when the next has begun, and that
-one's own successor may be drafted by then. The smaller reserve avoids retractions.
+comes on top, of at most the deepest path and one token each: SGLang hears of one when the next has begun, and
+that one's own successor may be drafted by then. The smaller reserve avoids retractions.
 
 SGLang lets a request grow until it fills the KV pool, as if an iteration wrote one slot. There is then no
 room for the window, and where nobody else is left to be retracted SGLang ends the request itself, with 500.

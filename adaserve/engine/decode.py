@@ -14,7 +14,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from adaserve.engine import logprobs, sampling
 from adaserve.engine.agree import Agreement
-from adaserve.engine.device import Awaited, Device, Mark, Run
+from adaserve.engine.device import Device, Run
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
 from adaserve.engine.learner import Learner
@@ -37,21 +37,12 @@ Publish = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """Of a draft that was queued early: its start and end in the device's queue, and its forwards."""
-
-    start: Mark
-    end: Mark
-    runs: list[list[Run]]
-
-
-@dataclass(frozen=True, slots=True)
 class _Early:
-    """Such a draft, behind the verification of ``states``."""
+    """A draft that was queued early, behind the verification of ``states``, and its forwards."""
 
     proposed: Early
     states: Sequence[RequestState]
-    span: _Span
+    runs: list[list[Run]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +51,8 @@ class _Taken:
 
     draft: Draft
     drafting: Drafting
-    span: _Span
+    span: Run
+    runs: list[list[Run]]
 
 
 @dataclass(eq=False)
@@ -134,7 +126,7 @@ class DecodeLoop:
             on_publish(result.new_seq_lens)
         caught_up = tuple(d.caught_up for d in drafts if d.caught_up is not None)
         first_level = drafts[0].first_level if len(drafts) == 1 else None
-        spans = (start, drafted, drafted) if early is None else (early.span.start, early.span.end, start)
+        spans = (start, drafted, drafted) if early is None else (*early.span, start)
         marks = Marks(*spans, selected, self.device.mark(), caught_up, first_level)
         outcome = self.device.get(
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
@@ -142,7 +134,7 @@ class DecodeLoop:
         self._compact(verified, tensors, acceptance)  # which the host does not have to wait for
         runs = self._take_runs()
         if early is not None:
-            runs = [before + now for before, now in zip(early.span.runs, runs, strict=True)]
+            runs = [before + now for before, now in zip(early.runs, runs, strict=True)]
         began_s = start_s if early is None else None
         self._arriving = self._unobserved = Iteration(
             rows, policy, plan, proposal, selection, verified, began_s, marks, runs, outcome
@@ -193,19 +185,10 @@ class DecodeLoop:
         heard of the outcome and planned by it."""
         if rows.grammars is not None or not self.policies.speculates:
             return
-        awaited = Awaited(
-            1 + verified.deepest,
-            acceptance.length,
-            acceptance.emitted,
-            tensors["tree"][0],
-            tensors["root"],
-            np.arange(len(rows)),
-        )
-        start = self.device.mark()
         for source in self.sources:
-            if (early := source.propose_early(plan, rows, verified, awaited)) is not None:
-                span = _Span(start, self.device.mark(), self._take_runs())
-                self._early = _Early(early, rows.states, span)
+            early = source.propose_early(plan, rows, verified, tensors, acceptance)
+            if early is not None:
+                self._early = _Early(early, rows.states, self._take_runs())
 
     def _take_early(self, states: Sequence[RequestState]) -> _Taken | None:
         """What was drafted early, if it is of use: others may run by now, and those that it is not for would
@@ -219,7 +202,8 @@ class DecodeLoop:
         new = sum(id(state) not in known for state in states)
         if len(rows) < max(1, new):
             return None
-        return _Taken(proposed.for_rows(rows, mine, n), proposed.take(rows, mine, n), early.span)
+        drafting = proposed.take(rows, mine, n)
+        return _Taken(proposed.for_rows(rows, mine, n), drafting, proposed.span, early.runs)
 
     def _verify(
         self,
@@ -282,9 +266,10 @@ class DecodeLoop:
 
     def free_s(self) -> float:
         """When the device was done with all that was queued by the last iteration. It must have got there."""
-        early = self._early
-        drafting_s = 0.0 if early is None else early.span.start.seconds_until(early.span.end)
-        return self.times.last_end_s + drafting_s
+        if self._early is None:
+            return self.times.last_end_s
+        start, end = self._early.proposed.span
+        return self.times.last_end_s + start.seconds_until(end)
 
     # -- what follows -------------------------------------------------------------------------
 

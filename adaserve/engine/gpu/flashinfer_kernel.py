@@ -78,7 +78,7 @@ class FlashInferKernel:
         self._starts.copy_(starts.view_as(self._starts))
 
     def shorten(self, starts: Tensor, short: Tensor, q: int) -> None:
-        raise NotImplementedError("FlashInfer is planned on the host, which has to know all lengths")
+        raise RuntimeError("FlashInfer is planned on the host, which has to know all lengths")
 
     def _plan_first(self, queries: Tensor, slots: Tensor) -> None:
         """Through FlashInfer's wrapper, which compiles what it needs."""

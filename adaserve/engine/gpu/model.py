@@ -108,8 +108,8 @@ class Parts:
     rotary angle; tokens beyond it are never kept, so they may compute anything. ``last_token``: the last row
     of the embedding; a target with more of them only pads further, but its padding must not be looked up.
     ``first``: tokens per request that the first step of a search has room for. ``follows``: as in
-    ``ModelForward``. ``words``: int64 [V], the
-    tokens that a head's logits stand for; None = all, in their order.
+    ``ModelForward``. ``words``: int64 [V], the tokens that a head's logits stand for; None = all, in their
+    order.
     """
 
     call: ModelCall

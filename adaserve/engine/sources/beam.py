@@ -22,7 +22,7 @@ from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, laid_out, tree_shape
-from adaserve.engine.trees.verify import VerifyBatch
+from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
 from adaserve.scheduler.interface import MODEL, CandidateTrees, Draft, IterationPlan
 from adaserve.sharpening import DraftSharpening
 
@@ -124,7 +124,12 @@ class BeamSource(TreeSource):
         return Drafting(lambda: self._proposal(shape, active, ready(), len(rows)), caught_up, first_level)
 
     def propose_early(
-        self, plan: IterationPlan, rows: DecodeRows, verified: VerifyBatch, awaited: Awaited
+        self,
+        plan: IterationPlan,
+        rows: DecodeRows,
+        verified: VerifyBatch,
+        tensors: Tensors,
+        acceptance: Acceptance,
     ) -> Early | None:
         """Where the draft has made every node that is verified, all that it may not have read by then is the
         last token before the root. It reads that one in any case."""
@@ -133,20 +138,25 @@ class BeamSource(TreeSource):
             return None
         if len(verified.node) > (0 if made is None else np.count_nonzero(made)):
             return None
-        # At least one token comes, so that one less is left.
+        # At least one token comes, so that one less is left; and at most so many.
         deepest = np.minimum(rows.running.max_depth, rows.running.remaining_tokens - 2)
-        rows = replace(rows, seq_lens=cached + awaited.most, running=replace(rows.running, max_depth=deepest))
+        most = 1 + verified.deepest
+        rows = replace(rows, seq_lens=cached + most, running=replace(rows.running, max_depth=deepest))
         drafts = plan.next_drafts
         active = drafted_rows(drafts, rows)
         shape = fitting_shape(drafts, rows, active, self._max_nodes)
         pool_rows = rows.pool_rows[active]
         if shape is None or not self.cache.is_settled(pool_rows.tolist()):
             return None
-        search = search_for(self.sharpening, rows, active, shape, replace(awaited, rows=active))
+        tokens, root = tensors["tree"][0], tensors["root"]
+        awaited = Awaited(most, acceptance.length, acceptance.emitted, tokens, root, active)
+        search = search_for(self.sharpening, rows, active, shape, awaited)
         two = np.full(len(active), 2)
         gap = self._left_out(drafts, cached, active)
         first = TreeBatch.causal(np.zeros(2 * len(active), np.int64), pool_rows, search.base - 1, two, gap)
+        start = self._device.mark()
         ready = cache(self._forward.search(first, search, None))
+        span = start, self._device.mark()
 
         def take(at: np.ndarray, mine: np.ndarray, n: int) -> Drafting:
             taken = pool_rows[mine].tolist()
@@ -158,7 +168,7 @@ class BeamSource(TreeSource):
         branching = then.branching and then.branching[:depth]
         window = None if then.window is None else then.window[active]
         draft = Draft(depth, then.width, branching, None, window, then.sinks)
-        return Early([rows.states[row] for row in active.tolist()], draft, take)
+        return Early([rows.states[row] for row in active.tolist()], draft, take, span)
 
     def _left_out(self, plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
         """Of the contexts of the active rows, ``cached`` being the tokens [n] of all."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.engine.device import Awaited, Mark, Run
+from adaserve.engine.device import Mark, Run
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.engine.trees.verify import VerifyBatch
+from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
 from adaserve.scheduler.interface import Draft, IterationPlan
 
 KeepDrafting = Callable[[IterationPlan, int, np.ndarray], bool]
@@ -39,6 +39,7 @@ class Early:
     take: Callable[[np.ndarray, np.ndarray, int], Drafting]
     """(rows int64 [b], rising; which of the above they are, int64 [b]; n) -> what it has for these of n
     requests. To be called once the source has been told what was accepted."""
+    span: Run  # from its start to its end in the device's queue
 
     def among(self, states: Sequence[RequestState]) -> tuple[np.ndarray, np.ndarray]:
         """Rows of ``states`` that it is for, and which of its requests they are, int64 [b] each."""
@@ -83,10 +84,16 @@ class TreeSource:
         return None
 
     def propose_early(
-        self, plan: IterationPlan, rows: DecodeRows, verified: VerifyBatch, awaited: Awaited
+        self,
+        plan: IterationPlan,
+        rows: DecodeRows,
+        verified: VerifyBatch,
+        tensors: Tensors,
+        acceptance: Acceptance,
     ) -> Early | None:
-        """Queues candidates for the next iteration, as ``plan.then`` says, behind this one's verification
-        (``awaited``, for all rows). None where they have to wait for its outcome, or are not wanted."""
+        """Queues candidates for the next iteration, as ``plan.then`` says, behind this one's verification.
+        ``tensors``, ``acceptance``: ``verified`` on the device, and what will have been accepted of it. None
+        where they have to wait for that, or are not wanted."""
         return None
 
     def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:

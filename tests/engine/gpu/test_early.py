@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.device import Awaited
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.source import Early
 from adaserve.engine.trees.proposal import Proposal
@@ -45,10 +44,8 @@ class Case:
             self.after._texts[r][length : length + count] = [self.before.roots[r], *tokens[: count - 1]]
             self.after.roots[r] = tokens[count - 1]
             self.after.lengths[r] = length + count
-        self.awaited = Awaited(
-            MOST, torch.tensor(counts), emitted, torch.tensor([9, *self.before.roots]), 1 + torch.arange(n),
-            np.arange(n),
-        )  # fmt: skip
+        self.tensors = {"tree": torch.tensor([[9, *self.before.roots]]), "root": 1 + torch.arange(n)}
+        self.acceptance: Any = SimpleNamespace(length=torch.tensor(counts), emitted=emitted)
         self.temperature = temperature
         self.model = TinyModel(self.before.slots)
         self.after.prefill(self.model, [length - 1 for length in self.after.lengths])
@@ -60,10 +57,10 @@ class Case:
 
     def early(self, plan: IterationPlan, drafted: np.ndarray | None = None, nodes: int = 0) -> Early | None:
         verified: Any = SimpleNamespace(
-            drafted={} if drafted is None else {0: drafted}, node=np.zeros(nodes, np.int64)
+            drafted={} if drafted is None else {0: drafted}, node=np.zeros(nodes, np.int64), deepest=MOST - 1
         )
         rows = self.before.rows(self.before.running(temperature=self.temperature))
-        return self.source.propose_early(plan, rows, verified, self.awaited)
+        return self.source.propose_early(plan, rows, verified, self.tensors, self.acceptance)
 
     def expected(self, plan: IterationPlan) -> Proposal:
         """On a host, which has read everything but the last token."""
