@@ -165,7 +165,8 @@ gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
     [ "$ATTENTION" = triton ] && backend=triton
     [ -z "${TOGETHER:-}" ] || cache=50000
     flags="--attention-backend $backend --sampling-backend pytorch --page-size 1 --chunked-prefill-size 2048"
-    flags+=" --disable-prefill-cuda-graph --max-total-tokens $cache --adaserve-attention $ATTENTION"
+    flags+=" --cuda-graph-bs-prefill 1 2 4 8 16 32 48 64 96 128 192 256 384 512 768 1024 1536 2048"
+    flags+=" --max-total-tokens $cache --adaserve-attention $ATTENTION"
   fi
   # shellcheck disable=SC2086
   within "$DEADLINE" "$PYTHON" -m adaserve.cli gpu-check --device "$device" --size "$size" \
@@ -226,6 +227,10 @@ facts() {
   say "next: kernels (with what the notes say)"
 }
 
+verdict() { # verdict KERNEL: the line of kernels.json that says whether it is right
+  sed -n "/^ \"$1\": {/{n;p;}" "$work/kernels.json" 2>/dev/null
+}
+
 kernels() {
   local making=
   remember ATTENTION # an earlier run of this stage may have chosen, and it may not hold any more
@@ -252,10 +257,15 @@ kernels() {
     say "the large pair could not be made, or not within $LIMIT s, so the stages go on with the small one"
   fi
   # All servers use these kernels. They would compute wrong numbers, or end in their first forward.
-  case $(sed -n '/^ "sglang": {/{n;p;}' "$work/kernels.json" 2>/dev/null) in
+  case $(verdict sglang) in
     *true*) remember SGLANG_FORCE_FUSED_OP_BACKEND ;;
     *false*) remember SGLANG_FORCE_FUSED_OP_BACKEND torch
        say "SGLang's own kernels are not right (kernels.json says why): all stages use torch's operators now" ;;
+  esac
+  case $(verdict prefills) in
+    *false*) turn_off --disable-prefill-cuda-graph
+       remember FLAGS "$FLAGS"
+       say "SGLang's graphs of prefills are not right (kernels.json says why): no server captures any now" ;;
   esac
   case $right in
     0) say "the kernels agree with their references. Next: smoke" ;;

@@ -430,6 +430,18 @@ def test_kernels_of_sglang_that_are_wrong_serve_nobody(host: Path) -> None:
         assert folder == ("check-large-auto" if right else "check-large-auto-torch"), "another check"
 
 
+def test_prefills_that_cannot_be_captured_run_without_graphs(host: Path) -> None:
+    """Until they can be: no server would start."""
+    found = host / ".local" / "gpu-stages" / "kernels.json"
+    for right in (False, True):
+        writes = f"cat >{found} <<END\n{json.dumps({'prefills': {'right': right}}, indent=1)}\nEND\n"
+        fake = fake_python(host, f'case "$*" in *.kernels*) {writes};; *) echo "$*";; esac')
+        assert run(host, "kernels", PYTHON=fake, PAIR="small").returncode == 0
+        said = run(host, "profile", PYTHON=fake).stdout
+        assert ("--disable-prefill-cuda-graph" in said) != right
+        assert "--cuda-graph-bs-prefill 1 2 4" in said
+
+
 def test_what_is_saved_is_written_by_one_at_a_time(host: Path) -> None:
     """A saver that was ended in the middle leaves a program behind that still writes."""
     (host / ".local").mkdir()

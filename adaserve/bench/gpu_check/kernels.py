@@ -47,11 +47,12 @@ OTHERS = ("layout", "noise", "moves", "beams")
 OPTIONAL = {
     "filters": "servers sort instead",
     "sglang": "every server computes as wrong without SGLANG_FORCE_FUSED_OP_BACKEND=torch",
+    "prefills": "every server fails where it captures prefills, without --disable-prefill-cuda-graph",
     "writes": "torch writes KV where that does not compile, and SGLang's own speculation may not run",
 }
 """What to know where they are wrong. Servers can do without."""
 KERNELS = (*ATTENTION, *OTHERS, *OPTIONAL)
-NEED_A_GPU = ("flashinfer", "sglang", "writes")
+NEED_A_GPU = ("flashinfer", "sglang", "prefills", "writes")
 TYPES = {"fp16": (torch.float16, 4e-3), "bf16": (torch.bfloat16, 3e-2), "fp32": (torch.float32, 1e-4)}
 """Types, and the largest difference from SDPA in fp32 that rounding explains."""
 
@@ -298,6 +299,8 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
         run = sglang_kernels.operators if name == "sglang" else sglang_kernels.writes
         seconds, results = run(where)
         compiled = {"compile_s": round(seconds, 1)}
+    elif name == "prefills":
+        results = [sglang_kernels.prefill_graphs(where)]
     elif name == "filters":
         shapes = ((64, 128_256), (512, 151_936)) if device == "cuda" else ((8, 9_000),)
         results = [check_filters(*shape, where) for shape in shapes]

@@ -64,6 +64,38 @@ def writes(device: torch.device) -> tuple[float, list[dict[str, Any]]]:
     return _compiled(*by_size, _jit_tree_module), [check_writes(store_cache, device)]
 
 
+def prefill_graphs(device: torch.device) -> dict[str, Any]:
+    """How SGLang captures a prefill: graphs, between which the host calls what depends on the requests."""
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+        BreakableCUDAGraph,
+        BreakableCUDAGraphCapture,
+        eager_on_graph,
+    )
+
+    random = partial(_random, torch.Generator().manual_seed(0), device)
+    x, first, second, added = random(ROWS, SLOTS), random(SLOTS, SLOTS), random(SLOTS, SLOTS), [0.0]
+
+    @eager_on_graph
+    def between(x: Tensor) -> Tensor:
+        return x + added[0]
+
+    def forward() -> Tensor:
+        return between(x @ first / 8) @ second / 8
+
+    forward()
+    torch.cuda.synchronize(device)
+    graph = BreakableCUDAGraph()
+    with BreakableCUDAGraphCapture(graph, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)):
+        out = forward()
+    torch.cuda.synchronize(device)
+    pairs = []
+    for added[0] in (1.0, 2.0):
+        x.copy_(random(ROWS, SLOTS))
+        graph.replay()
+        pairs.append((out.clone(), (x.float() @ first.float() / 8 + added[0]) @ second.float() / 8))
+    return _found("prefills", *pairs)
+
+
 def _compiled(*builders: Callable[[], Any]) -> float:
     """Seconds that it took; next to none for what is there. Raises RuntimeError with the compiler's words."""
     from sglang.kernels.jit.utils import parallel_compile

@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.configs.draft_parallel import DraftParallelLayout, DraftParallelSpec, DraftTPExecution
 from sglang.srt.layers.moe.utils import draft_model_build_scope
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.draft_parallel import resolve_draft_parallel_layout
@@ -16,6 +17,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import DraftKind, draft_kind
+from adaserve.host import on_device
 from adaserve.patches.kv_sizing import draft_config
 
 
@@ -83,6 +85,10 @@ class DraftModels(EagleDraftWorkerBase):
     def init_cuda_graphs(self) -> None:
         for model in self.models:
             model.worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+            # Then SGLang has captured them for the target alone. A head reads prompts in forwards of ours.
+            has_graphs = check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)
+            if has_graphs and model.kind == "model" and on_device(model.runner.device):
+                model.runner.init_prefill_cuda_graph(force_for_draft_worker=True)
 
     def draft(self) -> None:
         raise RuntimeError("AdaServe drafts through adaserve.engine.sources.beam")

@@ -317,6 +317,11 @@ def after_kv_writes(module: Any) -> None:
     module.can_use_store_cache = lambda *_, **__: False
 
 
+def after_breakable(module: Any) -> None:
+    """SGLang asks CUDA's own bindings, which are linked with another runtime."""
+    module._is_stream_capturing = lambda stream: bool(runtime.sim_is_capturing(stream.cuda_stream))
+
+
 def after_attention(module: Any) -> None:
     """The interpreter takes a second for each layer; tests of the kernel itself use it."""
     module.attend_fused = _attend
