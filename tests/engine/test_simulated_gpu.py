@@ -114,10 +114,14 @@ class Simulated:
     stream that it does not wait for, on numbers that nobody reads."""
 
     def counted(self) -> Counter[str]:
-        now_s = time.time()
-        while written_s(self.report) < now_s + 0.1:
-            time.sleep(0.1)  # reports come in turns
-        return counts(self.report)
+        return counted_by_now(self.report)
+
+
+def counted_by_now(report: Path) -> Counter[str]:
+    now_s = time.time()
+    while written_s(report) < now_s + 0.1:
+        time.sleep(0.1)  # reports come in turns
+    return counts(report)
 
 
 @pytest.fixture(
@@ -144,7 +148,8 @@ def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     server.environment |= {**variables, "PYTHONPATH": path}
     with server.running(Fresh()):
         accepted = 1 if name == "medusa" else 10  # Medusa's are random
-        yield Simulated(name, server, probe, models / "target", report, accepted, counts(report))
+        at_start = counted_by_now(report)
+        yield Simulated(name, server, probe, models / "target", report, accepted, at_start)
         server.assert_idle_and_clean()
         assert probe.read()["wrong_lengths"] == []
 
