@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -39,7 +40,7 @@ from adaserve.scheduler.interface import (
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 FLUSH_EVERY = 16
 """Iterations after which a compressed recording is written out: more often, it would compress worse."""
 
@@ -64,7 +65,7 @@ class Mismatch:
     """Where a replay differed."""
 
     iteration: int
-    field: str  # depth | width | budget | keep
+    field: str  # draft.depth | draft.width | draft.branching | budget | keep
     recorded: str
     replayed: str
 
@@ -169,11 +170,10 @@ def _open(path: Path, mode: str) -> IO[str]:
 
 
 _INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent"}
-_INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap", "source", "draft_window"}
-_INTS |= {"likely_tokens", "window"}
+_INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap", "source", "likely_tokens", "window"}
 _FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "weight", "logprob", "expected_tokens"}
-_BOOLS = {"keep", "accepted", "tested", "drafting", "rows"}
-_PARTS: dict[str, type] = {"offered": CandidateTrees, "underway": Draft, "then": Draft}
+_BOOLS = {"keep", "accepted", "tested", "rows"}
+_PARTS: dict[str, type] = {"offered": CandidateTrees, "underway": Draft, "draft": Draft, "then": Draft}
 
 
 def _in(name: str, value: Any) -> Any:
@@ -276,6 +276,6 @@ def replay(path: Path, policy: Policy, select_only: bool = False) -> list[Mismat
 def _compare_plans(recorded: IterationPlan, replayed: IterationPlan) -> list[Mismatch]:
     return [
         Mismatch(recorded.iteration, name, str(a), str(b))
-        for name in ("depth", "width", "budget", "branching")
-        if (a := getattr(recorded, name)) != (b := getattr(replayed, name))
+        for name in ("draft.depth", "draft.width", "draft.branching", "budget")
+        if (a := attrgetter(name)(recorded)) != (b := attrgetter(name)(replayed))
     ]

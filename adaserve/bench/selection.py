@@ -132,18 +132,19 @@ def measure_iteration(
     for i in range(repeats):
         batch = replace(batch, rids=tuple(batch.rids), decoded_tokens=20 + (batch.decoded_tokens - 17) % 40)
         plan = timed(i, "plan", chosen.plan, batch, now)
-        depth, trees, right = plan.depth, CandidateTrees.empty(n), np.zeros(0, np.bool_)
+        depth, width = plan.draft.depth, plan.draft.width
+        trees, right = CandidateTrees.empty(n), np.zeros(0, np.bool_)
         if depth:
-            levels = pool[depth, plan.width, i % 8].logprob.reshape(n, depth, plan.width)
+            levels = pool[depth, width, i % 8].logprob.reshape(n, depth, width)
             for step in range(1, depth):
                 if not timed(i, "keep_drafting", chosen.keep_drafting, plan, step, levels[:, step - 1]):
                     depth = step
                     break
-            trees, right = replace(pool[depth, plan.width, i % 8]), accepted[depth, plan.width, i % 8]
+            trees, right = replace(pool[depth, width, i % 8]), accepted[depth, width, i % 8]
         selection = timed(i, "select", chosen.select, plan, trees)
         right = right & selection.keep
         new = 1 + np.bincount(np.repeat(np.arange(n), np.diff(trees.row_start)), right, n).astype(np.int64)
-        draft, verify = PAIR.draft_s(n, depth, plan.width), PAIR.verify_s(float(selection.verify_tokens))
+        draft, verify = PAIR.draft_s(n, depth, width), PAIR.verify_s(float(selection.verify_tokens))
         now += draft + verify
         times = (now, draft, 0.0, verify, draft + verify, draft + verify)
         outcome = IterationOutcome(plan, trees, selection, right, new, *times)

@@ -48,7 +48,7 @@ class Shape:
 
     depth: int
     width: int = 1
-    budget: int = NO_BUDGET
+    budget: int = NO_BUDGET  # B; a configured one limits it
     n_max: int | None = None
     branching: tuple[int, ...] | None = None
     drafting: BoolArray | None = None
@@ -96,26 +96,23 @@ class BasePolicy:
         n = len(running)
         cap = depth_cap(running)
         shape = self.shape(running, cap, now_s)
-        then = self._draft(shape, n, int(cap.max()))
+        limit = shape.budget if self.config.budget is None else min(shape.budget, self.config.budget)
+        # A draft step would be wasted where only the roots fit.
+        then = self._draft(shape, n, int(cap.max())) if limit > n else Draft(0)
         draft = then if running.underway is None else running.underway
         offered = 0 if running.offered is None else running.offered.n_nodes
         drafted = _most_nodes(draft) * self.config.drafts
-        budget = max(n, min(shape.budget, n * (1 + drafted) + offered))
+        budget = max(n, min(limit, n * (1 + drafted) + offered))
         plan = IterationPlan(
             iteration=self._iterations,
             now_s=now_s,
             running=running,
-            depth=draft.depth,
-            width=draft.width,
+            draft=draft,
             budget=budget,
-            branching=draft.branching,
             n_max=shape.n_max,
             weight=shape.weight,
             t_spec_s=self._t_spec(running, draft, budget),
             cap=_limit(cap, draft.depth, shape.deepest),
-            drafting=draft.rows,
-            draft_window=draft.window,
-            draft_sinks=draft.sinks,
             then=then,
         )
         self._iterations += 1
@@ -135,7 +132,7 @@ class BasePolicy:
     def _draft(self, shape: Shape, n: int, deepest: int) -> Draft:
         """What ``shape`` drafts for n rows, of which some may have nodes as deep as ``deepest``."""
         depth = min(shape.depth, deepest, self.config.d_max) if self.config.drafts else 0
-        if not depth or shape.budget <= n:  # only the roots fit: a draft step would be wasted
+        if not depth:
             return Draft(0)
         branching = shape.branching[:depth] if shape.branching else None
         window = self._fixed_window(n) if shape.window is None else shape.window
@@ -152,11 +149,21 @@ class BasePolicy:
     def _t_spec(self, running: RunningBatch, draft: Draft, budget: int) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
         context, read = self.context(running), self._draft_context(running, draft.window)
-        n = len(running)
-        offered = 0 if running.offered is None else running.offered.n_nodes
-        drafted = draft.depth * draft.width * self.config.drafts
-        tokens = min(budget, n * (1 + drafted) + offered) + running.prefill_tokens
-        return self.costs.iteration_s(n, draft.depth, draft.width, tokens, context, read)
+        tokens = budget + running.prefill_tokens
+        return self.costs.iteration_s(len(running), draft.depth, draft.width, tokens, context, read)
+
+    def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
+        """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1]."""
+        return self._seconds(plan, trees.draft_steps, most)
+
+    def _seconds(self, plan: IterationPlan, steps: int, most: int) -> FloatArray:
+        """The same, for so many draft steps."""
+        running = plan.running
+        tokens = len(running) + running.prefill_tokens
+        seconds = self.costs.verify_curve(tokens, most + 1, self.context(running))
+        seconds += self.costs.draft_s(plan.drafting_rows, steps, plan.draft.width, plan.draft_context)
+        seconds += self.costs.other_s()
+        return seconds
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""

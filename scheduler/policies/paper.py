@@ -47,7 +47,8 @@ class AdaServePolicy(BasePolicy):
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """SLO phase, then throughput phase (Algorithm 2 lines 9-23)."""
         f = path_probability(trees)
-        deepest = max(plan.depth, int(trees.depth.max(initial=0)))  # candidates that cost no step are deeper
+        # Candidates that cost no step are deeper.
+        deepest = max(plan.draft.depth, int(trees.depth.max(initial=0)))
         return two_phase(trees, f, plan.need, deepest, plan.budget, plan.n_max, plan.cap)
 
 

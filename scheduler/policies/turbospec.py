@@ -71,9 +71,7 @@ class TurboSpecPolicy(BasePolicy):
         return Shape(0, deepest=0)
 
     def _chain(self, n: int, k: int) -> Shape:
-        full = n * (1 + k)
-        budget = full if self.config.budget is None else min(full, self.config.budget)
-        return Shape(k, 1, budget, deepest=k)
+        return Shape(k, budget=n * (1 + k), deepest=k)
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The first k tokens of every chain."""

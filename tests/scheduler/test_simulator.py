@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sched_factories import running
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import Context, IterationPlan, Selection
+from adaserve.scheduler.interface import Context, Draft, IterationPlan, Selection
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch, plan_prefill, served_prefill
 from adaserve.scheduler.pressure import RecentWork
@@ -142,13 +142,13 @@ def test_sampler_accepts_as_often_as_it_says():
     sampler = TreeSampler(SyntheticChildren(miscalibration=0.0), np.random.default_rng(0))
     n = 400
     plan = build_policy("adaserve").plan(running(n, max_depth=4), 1.0)
-    plan = replace(plan, depth=3, width=2, budget=10 * n)
+    plan = replace(plan, draft=Draft(3, 2), budget=10 * n)
     expected = seen = 0.0
     for _ in range(20):
-        drafted = sampler.draft(plan, np.full(n, 0.7), np.zeros(n), lambda s, f: True)
+        drafted = sampler.draft(plan.draft, np.full(n, 0.7), np.zeros(n), lambda s, f: True)
         m = drafted.trees.n_nodes
         everything = Selection(np.ones(m, np.bool_), np.full(n, m // n), np.zeros(n, np.int64), np.ones(n))
-        accepted = sampler.verify(drafted, everything)
+        accepted = drafted.fate(everything.keep)
         expected += float(np.exp(drafted.trees.logprob).sum())
         seen += float(accepted.sum())
         assert (accepted.reshape(n, -1).sum(axis=1) <= 3).all()
