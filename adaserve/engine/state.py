@@ -140,7 +140,7 @@ class Asked:
         """The policy's view of the batch: int64 [n], tokens that were generated and those that are cached.
         ``most``: levels that a request's KV window has room for."""
         remaining = np.maximum(self.most_tokens - generated, 1)
-        deepest = self.deepest
+        deepest = self.deepest.copy()
         for i in self.with_grammar:
             deepest[i] = deepest_allowed(self.reqs[i], self.states[i])
         likely = None

@@ -45,8 +45,9 @@ class FinishedRequest:
     @property
     def tpot_ratio(self) -> float | None:
         """TPOT / SLO; None without either."""
-        bounded = self.tpot_s is not None and math.isfinite(self.slo.tpot_s)
-        return self.tpot_s / self.slo.tpot_s if bounded and self.tpot_s is not None else None
+        if self.tpot_s is None or math.isinf(self.slo.tpot_s):
+            return None
+        return self.tpot_s / self.slo.tpot_s
 
     @property
     def prediction_error(self) -> float | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -299,8 +300,4 @@ def _invalid_reasons(records: Sequence[RequestRecord], lag_p99_ms: float | None)
 
 
 def _error_counts(records: Sequence[RequestRecord]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for r in records:
-        if r.error is not None:
-            counts[r.error] = counts.get(r.error, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1])[:20])
+    return dict(Counter(r.error for r in records if r.error is not None).most_common(20))

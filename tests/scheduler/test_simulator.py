@@ -296,6 +296,11 @@ class TestLookedUpIterations:
         assert np.nanmean(quick) == pytest.approx(np.nanmean(tpot), rel=0.12)
         assert violations(records) == pytest.approx(violations(result.records()), abs=0.06)
 
+    def test_lines_go_on_and_one_size_is_a_line_without_a_slope(self):
+        assert self.TABLE.at(self.TABLE.seconds, 127) == pytest.approx(0.09)
+        one = replace(self.TABLE, n=np.array([1.0]))
+        assert one.at(np.array([0.03]), 5) == 0.03
+
     @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
     def test_prompts_cost_what_they_cost_a_played_replica(self, mode):
         """Chunk by chunk, each with what a forward takes whatever is in it."""
