@@ -58,9 +58,9 @@ def example_trees(n: int, d: int, w: int, seed: int) -> CandidateTrees:
     return CandidateTrees(np.arange(n + 1) * d * w, np.zeros(m, np.int64), parent.ravel(), depth, log.ravel())
 
 
-def example_batch(n: int, seed: int) -> RunningBatch:
+def example_batch(n: int) -> RunningBatch:
     """n requests of which most are somewhat behind."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(2)
     full = np.full
     return RunningBatch(
         rids=tuple(f"r{i}" for i in range(n)),
@@ -90,7 +90,7 @@ def measure(policy: str, n: int, B: int, repeats: int) -> tuple[float, float]:
     chosen = build_policy(policy, PolicyConfig(budget=B))
     # Other trees in every call: a policy may remember what it worked out for the last ones.
     trees = itertools.cycle([example_trees(n, 8, 3, seed) for seed in range(8)])
-    plan = chosen.plan(example_batch(n, seed=2), 2.0)
+    plan = chosen.plan(example_batch(n), 2.0)
     return best_us(lambda: chosen.select(plan, next(trees)), repeats)
 
 
@@ -118,7 +118,7 @@ def measure_iteration(
     shapes = itertools.product(range(1, 6), range(1, 4), range(8))
     pool = {(d, w, seed): example_trees(n, d, w, seed) for d, w, seed in shapes}
     accepted = {key: _accepted(trees, seed=key[2]) for key, trees in pool.items()}
-    batch, now = replace(example_batch(n, seed=2), max_depth=np.full(n, 5)), 2.0
+    batch, now = replace(example_batch(n), max_depth=np.full(n, 5)), 2.0
     took: FloatArray = np.zeros((repeats, len(PARTS)))
 
     def timed(iteration: int, part: str, step: Callable[..., Any], *args: Any) -> Any:

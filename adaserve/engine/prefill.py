@@ -196,7 +196,7 @@ class PrefillPacer:
         pairs = [(r, self._states.get(r.kv.req_pool_idx)) for r in running]
         known = [(r, s) for r, s in pairs if s is not None and s.rid == r.rid]
         reqs, states = [r for r, _ in known], [s for _, s in known]
-        batch = running_batch(reqs, states, np.zeros(len(known), np.int64), 0, self._ledger.lengths)
+        batch = running_batch(reqs, states, self._ledger.lengths)
         if self._holds.limits:
             counts = np.array([self._holds.has(self._tenant(r), now_s) for r in reqs], np.bool_)
             batch = replace(batch, tpot_slo_s=np.where(counts, batch.tpot_slo_s, np.inf))

@@ -43,6 +43,10 @@ class FinishedRequest:
         return not self.failed and answered
 
     @property
+    def met(self) -> bool:
+        return self.met_tpot and self.met_ttft
+
+    @property
     def tpot_ratio(self) -> float | None:
         """TPOT / SLO; None without either."""
         if self.tpot_s is None or math.isinf(self.slo.tpot_s):

@@ -126,8 +126,8 @@ def test_tight_requests_defer_and_bound_the_chunk() -> None:
 @pytest.mark.parametrize(("osl", "likely"), [(60, 9), (51, 149), (9, 149), (1000, 149), (None, None)])
 def test_an_expected_length_counts_until_it_proves_wrong(osl: int | None, likely: int | None) -> None:
     state = RequestState("r0", "coding", 0.02, NOW, 50, generated=[1] * 51, osl=osl)
-    batch = running_batch([Request("r0")], [state], np.zeros(1, np.int64), 5, OutputLengths())
-    assert batch.remaining_tokens.tolist() == [149] and batch.max_depth.tolist() == [5]
+    batch = running_batch([Request("r0")], [state], OutputLengths())
+    assert batch.remaining_tokens.tolist() == [149] and batch.max_depth.tolist() == [0]
     assert (batch.likely_tokens is None) if likely is None else batch.tokens_ahead.tolist() == [likely]
 
 
@@ -140,7 +140,7 @@ def test_what_answers_of_the_class_brought_counts_where_the_client_said_nothing(
         lengths.add("coding", 80, cut=False)
     state = RequestState("r0", "coding", 0.02, NOW, 50, generated=[1] * 51, osl=osl)
     other = replace(state, slo_class="chat", osl=None)
-    batch = running_batch([Request("r0"), Request("r1")], [state, other], np.zeros(2, np.int64), 5, lengths)
+    batch = running_batch([Request("r0"), Request("r1")], [state, other], lengths)
     assert batch.tokens_ahead.tolist() == [likely, 149] and batch.remaining_tokens.tolist() == [149, 149]
 
 
