@@ -23,7 +23,6 @@ from adaserve.scheduler.forecast import Outlook
 from adaserve.scheduler.interface import IntArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.policies import is_slo_aware
 from adaserve.scheduler.prefill import (
-    PrefillConfig,
     PrefillPlan,
     Situation,
     WaitingBatch,
@@ -73,14 +72,7 @@ class PrefillPacer:
         self._alone = alone
         self.mode: str | None = None
         self.set_mode(config.prefill if alone else "exclusive")
-        self._rule = PrefillConfig(
-            order="deadline",
-            pacing="slack",
-            most_decodes=config.prefill_interval,
-            patience_s=config.prefill_patience_ms / 1e3,
-            gate=config.prefill_headroom or None,
-            lost_every_s=config.prefill_lost_interval_ms / 1e3 or None,
-        )
+        self._rule = config.for_prefills()
         self._costs, self._ledger, self._states = costs, ledger, states
         one_s, far_s = costs.first_prefills_s(np.array([1.0, LearnedPrefills.FAR]))
         self._prefills = LearnedPrefills(float(one_s), float(far_s))

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sched_factories import running
 
+from adaserve.config import AdaServeConfig
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context, Draft, IterationPlan, Selection
 from adaserve.scheduler.policies import build_policy
-from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch, plan_prefill, served_prefill
+from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch, plan_prefill
 from adaserve.scheduler.pressure import RecentWork
 from adaserve.scheduler.replay import FLUSH_EVERY, Recorder, ReplayError, read_recording, replay
 from adaserve.scheduler.simulator.capacity import min_replicas
@@ -37,6 +38,7 @@ from adaserve.slo.classes import SLOConfig
 
 LATENCY = hardware_latency("llama-3.1-70b", "a100", 4)
 MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+SERVED = AdaServeConfig().for_prefills(chunk_tokens=256)
 
 
 def requests(n=60, rate=3.0, seed=0):
@@ -319,7 +321,7 @@ class TestLookedUpIterations:
         )
 
     @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
-    @pytest.mark.parametrize("prefill", [PrefillConfig(), served_prefill(256), PrefillConfig(shed=True)])
+    @pytest.mark.parametrize("prefill", [PrefillConfig(), SERVED, PrefillConfig(shed=True)])
     def test_nothing_is_lost(self, mode, prefill):
         """Every request ends once, with exactly its tokens; nothing stays booked."""
         load = requests(80, rate=12.0)
@@ -339,7 +341,7 @@ class TestLookedUpIterations:
     def test_the_gate_holds_prompts_back(self):
         """As on a server: fewer requests run at a time, so TPOT SLOs are met."""
         met = []
-        for prefill in (PrefillConfig(256), served_prefill(256)):
+        for prefill in (PrefillConfig(256), SERVED):
             load = requests(150, rate=4.0)
             cfg = config(prefill_mode="exclusive", prefill=prefill, exclusive_tokens=256)
             serve(load, self.fleet(cfg), cfg)

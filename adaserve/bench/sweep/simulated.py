@@ -27,7 +27,7 @@ from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
 from adaserve.config import MOST_RUNNING, AdaServeConfig
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.prefill import PrefillConfig, served_prefill
+from adaserve.scheduler.prefill import PrefillConfig
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, drawn_difficulty
@@ -112,8 +112,8 @@ class Simulator:
         return Block.total(blocks)
 
     def _replica(self, setting: System) -> ReplicaConfig:
-        paced = setting.prefill == "slack"
-        prefill = served_prefill(CHUNK_TOKENS) if paced else PrefillConfig(CHUNK_TOKENS)
+        rule = AdaServeConfig().for_prefills if setting.prefill == "slack" else PrefillConfig
+        prefill = rule(chunk_tokens=CHUNK_TOKENS)
         return ReplicaConfig(
             self._latency, kv_tokens=65_536, max_running=MOST_RUNNING, prefill_mode="exclusive",
             prefill=prefill, exclusive_tokens=CHUNK_TOKENS, prefill_cost=self._prefill,
