@@ -18,6 +18,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
+    Draft,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -72,7 +73,7 @@ class AdaptiveVerifyPolicy(BasePolicy):
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The same chain for all."""
-        return Shape(self._k)
+        return Shape(Draft(self._k))
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The prefix of all chains' tokens that promises the most tokens per second."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import IntArray, RunningBatch
+from adaserve.scheduler.interface import Draft, IntArray, RunningBatch
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 
 
@@ -18,4 +18,4 @@ class FixedPolicy(BasePolicy):
         """Always the same."""
         chain = all(children == 1 for children in self._branching)
         width = 1 if chain else max(self._branching)
-        return Shape(len(self._branching), width, branching=None if chain else self._branching)
+        return Shape(Draft(len(self._branching), width, None if chain else self._branching))

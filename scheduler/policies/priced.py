@@ -15,6 +15,7 @@ from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
     Context,
+    Draft,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -118,7 +119,7 @@ class PricedPolicy(BasePolicy):
             drafting = _some_rows(len(running), drafting)
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
             depth = min(deepest, depth + 2)
-        return Shape(depth, width, drafting=drafting, weight=self._weight, window=window)
+        return Shape(Draft(depth, width, rows=drafting, window=window), weight=self._weight)
 
     def _best_window(self, running: RunningBatch) -> IntArray | None:
         """What draft steps read of each row, given what reading so much takes and has brought, [n]."""
