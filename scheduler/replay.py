@@ -41,6 +41,11 @@ from adaserve.scheduler.interface import (
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 3
+_IN_VERSION_2 = {
+    "depth": "depth", "width": "width", "branching": "branching",
+    "drafting": "rows", "draft_window": "window", "draft_sinks": "sinks",
+}  # fmt: skip
+"""Fields of a plan that are its draft's since."""
 FLUSH_EVERY = 16
 """Iterations after which a compressed recording is written out: more often, it would compress worse."""
 
@@ -212,7 +217,7 @@ def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
                 try:
                     data = json.loads(line)
                     if "schema_version" in data:
-                        if data["schema_version"] != SCHEMA_VERSION:
+                        if data["schema_version"] not in (2, SCHEMA_VERSION):
                             raise ReplayError(f"{path} is of another version of AdaServe: record it again")
                         continue
                     if "forget" in data:
@@ -228,6 +233,8 @@ def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
 
 
 def _iteration(data: dict[str, Any]) -> RecordedIteration:
+    if "draft" not in (planned := data["plan"]):
+        planned["draft"] = {new: planned.pop(old) for old, new in _IN_VERSION_2.items() if old in planned}
     running = RunningBatch(**_fields_in(data["running"]))
     plan = IterationPlan(running=running, **_fields_in(data["plan"]))
     trees = CandidateTrees(**_fields_in(data["trees"]))
