@@ -165,7 +165,8 @@ def serve(
     record: Annotated[
         Path | None,
         about_recording(
-            "Record every iteration to this file, for replay; to NAME-2 if there is one already."
+            "Record every iteration to this file, for `adaserve simulate run --recorded`; to NAME-2 if there "
+            "is one already."
         ),
     ] = None,
     record_requests: Annotated[

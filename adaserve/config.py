@@ -104,8 +104,8 @@ class AdaServeConfig(Checked):
     )
     record: str | None = Field(
         default=None,
-        description="record every iteration (of the first data-parallel replica) to this file, for replay; "
-        "to NAME-2 and so on where it is there already",
+        description="record every iteration (of the first data-parallel replica) to this file, for "
+        "`adaserve simulate run --recorded`; to NAME-2 and so on where it is there already",
     )
     record_requests: str | None = Field(
         default=None,

@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -133,7 +134,7 @@ class Recorder:
 
     def forget(self, rid: str) -> None:
         """Call with ``policy.forget``: a replay forgets at the same point."""
-        self._write({"forget": rid, "observed": self._observed})
+        self._write({"forget": rid})
 
     def _write(self, line: dict[str, Any], *, flush: bool = False) -> None:
         if self._failed:
@@ -210,7 +211,8 @@ def _whole_lines(file: IO[str]) -> Iterator[str]:
                 yield line
 
 
-def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
+def _events(path: Path) -> Iterator[RecordedIteration | str]:
+    """Iterations in the order of their outcomes, and requests that were forgotten, in between."""
     try:
         with _open(path, "rt") as f:
             for number, line in enumerate(_whole_lines(f), 1):
@@ -221,7 +223,7 @@ def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
                             raise ReplayError(f"{path} is of another version of AdaServe: record it again")
                         continue
                     if "forget" in data:
-                        yield data["forget"], int(data["observed"])
+                        yield data["forget"]
                         continue
                     yield _iteration(data)
                 except (KeyError, TypeError, json.JSONDecodeError) as error:
@@ -248,32 +250,23 @@ def read_recording(path: Path) -> Iterator[RecordedIteration]:
     return (event for event in _events(path) if isinstance(event, RecordedIteration))
 
 
-def replay(path: Path, policy: Policy, select_only: bool = False) -> list[Mismatch]:
-    """Feeds a recording to a fresh policy and compares plans and selections; empty = identical.
-
-    ``select_only``: selections on the recorded plans, for another policy object than the recorded one.
-    """
-    events = list(_events(path))
-    iterations = sorted(
-        (e for e in events if isinstance(e, RecordedIteration)), key=lambda e: e.plan.iteration
-    )
-    arrivals = [e for e in events if isinstance(e, RecordedIteration)]
-    forgets = [e for e in events if isinstance(e, tuple)]
+def replay(path: Path, policy: Policy) -> list[Mismatch]:
+    """Feeds a recording to a fresh policy and compares plans and selections; empty = identical."""
+    events = deque(_events(path))
+    iterations = [e for e in events if isinstance(e, RecordedIteration)]
     mismatches: list[Mismatch] = []
-    known = gone = 0
-    for item in iterations:
-        while known < item.observed:
-            while gone < len(forgets) and forgets[gone][1] <= known:
-                policy.forget(forgets[gone][0])
-                gone += 1
-            policy.observe(arrivals[known].outcome)
-            known += 1
-        while gone < len(forgets) and forgets[gone][1] <= known:
-            policy.forget(forgets[gone][0])
-            gone += 1
+    known = 0
+    for item in sorted(iterations, key=lambda e: e.plan.iteration):
+        while events and (known < item.observed or isinstance(events[0], str)):
+            event = events.popleft()
+            if isinstance(event, str):
+                policy.forget(event)
+            else:
+                policy.observe(event.outcome)
+                known += 1
         plan = policy.plan(item.plan.running, item.plan.now_s)
-        mismatches += [] if select_only else _compare_plans(item.plan, plan)
-        chosen = policy.select(item.plan if select_only else plan, item.trees)
+        mismatches += _compare_plans(item.plan, plan)
+        chosen = policy.select(plan, item.trees)
         if not np.array_equal(chosen.keep, item.selection.keep):
             difference = np.flatnonzero(chosen.keep != item.selection.keep)
             mismatches.append(Mismatch(item.plan.iteration, "keep", "nodes", str(difference[:8].tolist())))
