@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from adaserve.slo.classes import SLO
+from adaserve.slo.classes import SLO, to_ms
 from adaserve.slo.delivered import DeliveredTPOT
 from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
 from adaserve.slo.lengths import OutputLengths
 from adaserve.slo.request_log import RequestLog
 from adaserve.slo.resolve import RequestSLO
-from adaserve.slo.stats import SLOStats, to_ms
+from adaserve.slo.stats import SLOStats
 
 SERVER_FAULT = 500
 """An aborted request with at least this HTTP status counts as failed; otherwise the client is the reason."""

@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from adaserve.slo.classes import seconds
+
 SCHEMA_VERSION = 1
 MAX_LAG_P99_MS = 10.0
 """A load test whose requests left later than this (p99) did not offer the load it claims."""
@@ -127,11 +129,9 @@ class RequestRecord:
 
     def judge(self) -> None:
         """Sets ``met_ttft`` and ``met_tpot`` from the times. Failures miss both."""
-        ttft_slo = math.inf if self.slo_ttft_ms is None else self.slo_ttft_ms / 1e3
-        tpot_slo = math.inf if self.slo_tpot_ms is None else self.slo_tpot_ms / 1e3
         answered = self.ok and self.first_token_s is not None
-        self.met_ttft = answered and within(self.ttft_s, ttft_slo)
-        self.met_tpot = answered and within(self.tpot_s, tpot_slo)
+        self.met_ttft = answered and within(self.ttft_s, seconds(self.slo_ttft_ms))
+        self.met_tpot = answered and within(self.tpot_s, seconds(self.slo_tpot_ms))
 
     def to_json(self) -> str:
         """One line of ``requests.jsonl`` (no newline). Times keep microseconds."""

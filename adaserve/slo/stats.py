@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from adaserve.slo.classes import CUSTOM_CLASS, SLOConfig
+from adaserve.slo.classes import CUSTOM_CLASS, SLOConfig, to_ms
 from adaserve.slo.events import READING, STAGES, DraftLearning, FinishedRequest, IterationSample
 from adaserve.slo.forecast import Forecast
 from adaserve.slo.prometheus import ServerMetrics
@@ -297,8 +297,3 @@ def slow_reason(request: FinishedRequest) -> str:
     return (
         f"{iteration_s * 1e3:.0f} ms per iteration: each needed {need:.1f} tokens but gave {got:.1f}{beside}"
     )
-
-
-def to_ms(value_s: float | None) -> float | None:
-    """None for None and inf."""
-    return None if value_s is None or not math.isfinite(value_s) else value_s * 1e3

@@ -31,6 +31,7 @@ from adaserve.scheduler.prefill import PrefillConfig
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, drawn_difficulty
+from adaserve.slo.classes import seconds
 from adaserve.slo.metrics import RequestRecord
 
 LIMIT, TOLD = "clairvoyant", "told lengths"
@@ -139,8 +140,8 @@ def sim_requests(records: Sequence[RequestRecord], text: TextModel, seed: int) -
         SimRequest(
             rid=r.id,
             slo_class=r.slo_class,
-            tpot_slo_s=np.inf if r.slo_tpot_ms is None else r.slo_tpot_ms / 1e3,
-            ttft_slo_s=np.inf if r.slo_ttft_ms is None else r.slo_ttft_ms / 1e3,
+            tpot_slo_s=seconds(r.slo_tpot_ms),
+            ttft_slo_s=seconds(r.slo_ttft_ms),
             arrival_s=r.scheduled_s,
             prompt_tokens=lengths[i][0],
             output_tokens=lengths[i][1],
