@@ -105,7 +105,7 @@ class BeamSource(TreeSource):
     # -- what it proposes ---------------------------------------------------------------------
 
     def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
-        """Up to draft.depth draft steps; None when no row may have a tree, or none is to be drafted for."""
+        """As deep as ``plan.draft``; None when no row may have a tree, or none is to be drafted for."""
         active = drafted_rows(plan.draft, rows)
         shape = fitting_shape(plan.draft, rows, active, self._max_nodes)
         if shape is None:

@@ -30,7 +30,7 @@ class StatelessSource(TreeSource):
         self._max_nodes, self._most_steps = max_nodes, most_steps
 
     def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
-        """Up to draft.depth draft steps; None when no row may have a tree, or none is to be drafted for."""
+        """As deep as ``plan.draft``; None when no row may have a tree, or none is to be drafted for."""
         active = drafted_rows(plan.draft, rows)
         shape = fitting_shape(plan.draft, rows, active, self._max_nodes, self._most_steps)
         if shape is None:
