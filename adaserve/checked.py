@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -37,10 +38,15 @@ def _sentence(error: ValidationError, known: list[str]) -> str:
     return f"{where} is {shown(problem['input'])}: {problem['msg'].replace('Input', 'it', 1)}"
 
 
+_BRIEF = reprlib.Repr()  # of a value that a client sends, however long or deep
+_BRIEF.maxstring = _BRIEF.maxother = 1000
+_BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = _BRIEF.maxfrozenset = _BRIEF.maxdict = 60
+
+
 def shown(value: Any) -> str:
     """A value for an error message, at most 60 characters."""
     try:
-        text = repr(value)
+        text = _BRIEF.repr(value)
     except ValueError:  # an int with thousands of digits cannot be printed
         text = "a huge number"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -45,6 +45,7 @@ from adaserve.options import (
     about_overload,
     about_recording,
     server_spec,
+    settings,
 )
 from adaserve.pair.cli import app as pair
 
@@ -164,7 +165,8 @@ def serve(
     record: Annotated[
         Path | None,
         about_recording(
-            "Record every iteration to this file, for replay; to NAME-2 if there is one already."
+            "Record every iteration to this file, for `adaserve simulate run --recorded`; to NAME-2 if there "
+            "is one already."
         ),
     ] = None,
     record_requests: Annotated[
@@ -187,16 +189,7 @@ def serve(
     """
     from adaserve.server import require_free, require_models
 
-    spec = server_spec(
-        model, draft, size, tuple(context.args), host, port,
-        draft_kind=draft_kind, second_draft=second_draft, drafts=drafts,
-        draft_window=draft_window, draft_sinks=draft_sinks,
-        suffix_scope=suffix_scope, suffix_memory_mb=suffix_memory_mb,
-        learn=learn, learn_folder=_text(learn_folder),
-        policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
-        slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
-        draft_weights=draft_weights, shed=shed, orca=orca, record_requests=_text(record_requests),
-    )  # fmt: skip
+    spec = server_spec(model, draft, size, tuple(context.args), host, port, **settings(context))
     require_models(spec)
     require_free(spec.host, spec.port)
     command = spec.command()
@@ -207,10 +200,6 @@ def serve(
     sys.stdout.flush()
     # The server takes this process's place, so that signals reach SGLang itself.
     os.execv(command[0], command)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 @app.command()
@@ -243,6 +232,7 @@ def demo(
 
 @app.command()
 def profile(
+    context: typer.Context,
     *,
     model: Model = None,
     draft: Draft = None,
@@ -263,8 +253,7 @@ def profile(
     """
     from adaserve.bench.profile import run_profile
 
-    stored: dict[str, Any] = dict(cpu_weights=cpu_weights, draft_weights=draft_weights)
-    run_profile(server_spec(model, draft, size, second_draft=second_draft, **stored), out, console)
+    run_profile(server_spec(model, draft, size, **settings(context)), out, console)
 
 
 @app.command()

@@ -21,6 +21,7 @@ from adaserve.slo.classes import SLOConfig
 
 if TYPE_CHECKING:
     from adaserve.scheduler.config import PolicyConfig
+    from adaserve.scheduler.prefill import PrefillConfig
 
 ENV = "ADASERVE_CONFIG"
 PREFILLS = ("slack", "exclusive")
@@ -103,8 +104,8 @@ class AdaServeConfig(Checked):
     )
     record: str | None = Field(
         default=None,
-        description="record every iteration (of the first data-parallel replica) to this file, for replay; "
-        "to NAME-2 and so on where it is there already",
+        description="record every iteration (of the first data-parallel replica) to this file, for "
+        "`adaserve simulate run --recorded`; to NAME-2 and so on where it is there already",
     )
     record_requests: str | None = Field(
         default=None,
@@ -359,6 +360,20 @@ class AdaServeConfig(Checked):
             draft_sinks=self.draft_sinks,
             d_max=self.max_depth,
             w_max=self.max_width,
+            **host,
+        )
+
+    def for_prefills(self, **host: Any) -> PrefillConfig:
+        """The same of the rule that paces prefills by slack."""
+        from adaserve.scheduler.prefill import PrefillConfig
+
+        return PrefillConfig(
+            order="deadline",
+            pacing="slack",
+            most_decodes=self.prefill_interval,
+            patience_s=self.prefill_patience_ms / 1e3,
+            gate=self.prefill_headroom or None,
+            lost_every_s=self.prefill_lost_interval_ms / 1e3 or None,
             **host,
         )
 

@@ -84,7 +84,7 @@ def describe_host() -> dict[str, Any]:
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version_of(name) for name in _PACKAGES},
         "git_sha": git_sha(),
     }
 
@@ -111,7 +111,8 @@ def git_sha() -> str | None:
     return out.stdout.strip() or None
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Of an installed package; None where there is none."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -84,6 +85,22 @@ DraftWeights = Annotated[
         "the processor multiplies 8-bit numbers fast, else as --cpu-weights."
     ),
 ]
+
+
+def settings(context: typer.Context) -> dict[str, Any]:
+    """A server's settings by name: those of the command's options that were given, and of ``ADASERVE_CONFIG``
+    those that were not. Raises ConfigError."""
+    from adaserve.config import AdaServeConfig
+
+    of_environment = AdaServeConfig.load()
+    given = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in context.params.items()
+        if name in AdaServeConfig.model_fields
+        and (source := context.get_parameter_source(name)) is not None
+        and source.name != "DEFAULT"
+    }
+    return of_environment.model_dump(include=of_environment.model_fields_set) | given
 
 
 def server_spec(

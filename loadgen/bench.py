@@ -221,9 +221,9 @@ COLUMNS = (
 )
 
 
-def class_table(summary: Mapping[str, Any], title: str | None = None) -> Table:
+def class_table(summary: Mapping[str, Any]) -> Table:
     """The outcome per class, for a terminal of 80 columns. Times in ms."""
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("\nclass", no_wrap=True)
     for head in COLUMNS:
         table.add_column(head, justify="right", no_wrap=True)

@@ -22,9 +22,9 @@ from adaserve.loadgen.schedule import (
     PlannedRequest,
     build_schedule,
     class_counts,
-    finite_ms,
     schedule_before_baseline,
 )
+from adaserve.slo.classes import to_ms
 
 _PROBE_TOKENS = 24
 _TIMEOUT_S = 60.0
@@ -131,8 +131,8 @@ def _probe_classes(config: BenchConfig) -> dict[str, float]:
         planned = replace(
             _planned(text, 1),
             slo_class=c.name,
-            tpot_ms=finite_ms(slo.tpot_s),
-            ttft_ms=finite_ms(slo.ttft_s),
+            tpot_ms=to_ms(slo.tpot_s),
+            ttft_ms=to_ms(slo.ttft_s),
         )
         data = _post(config.server, planned, protocol.slo_headers(config.server, planned))
         tokens = _usage(data, "prompt_tokens")

@@ -12,7 +12,14 @@ from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.slo.metrics import PREDICTED
 from adaserve.slo.replay import ANSWER_TOKENS
-from adaserve.slo.resolve import HEADER_TRACE, TRACE_KEYS, TRACE_MEMBER
+from adaserve.slo.resolve import (
+    HEADER_CLASS,
+    HEADER_TPOT,
+    HEADER_TRACE,
+    HEADER_TTFT,
+    TRACE_KEYS,
+    TRACE_MEMBER,
+)
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
 MAX_COUNT = 10**9
@@ -76,12 +83,12 @@ def slo_headers(server: Endpoint, request: PlannedRequest) -> dict[str, str]:
     """The SLO of a request as HTTP headers: ``x-slo-*``, and ``tracestate`` for routers that drop those."""
     headers: dict[str, str] = {}
     if server.slo_headers in ("both", "class"):
-        headers["x-slo-class"] = request.slo_class
+        headers[HEADER_CLASS] = request.slo_class
     if server.slo_headers in ("both", "ms"):
         if request.tpot_ms is not None:
-            headers["x-slo-tpot-ms"] = f"{request.tpot_ms:.6g}"
+            headers[HEADER_TPOT[0]] = f"{request.tpot_ms:.6g}"
         if request.ttft_ms is not None:
-            headers["x-slo-ttft-ms"] = f"{request.ttft_ms:.6g}"
+            headers[HEADER_TTFT[0]] = f"{request.ttft_ms:.6g}"
     members = [f"{key}:{headers[name]}" for key, name in TRACE_KEYS.items() if name in headers]
     own = any(name.lower() == HEADER_TRACE for name in server.headers)
     if members and not own and not re.search(r"[,;=]", request.slo_class):

@@ -18,7 +18,7 @@ from adaserve.loadgen.arrivals import arrival_times
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import PromptStore, load_prompts
-from adaserve.slo.classes import SLO, SLOConfig, SLOError
+from adaserve.slo.classes import SLO, SLOConfig, SLOError, to_ms
 from adaserve.slo.trace import Trace, TraceError, TraceRow, assign_classes
 from adaserve.slo.trace_formats import read_trace
 
@@ -187,8 +187,8 @@ def _request(
         index=index,
         at_s=row.arrival_s,
         slo_class=row.slo_class or "default",
-        tpot_ms=finite_ms(slo.tpot_s),
-        ttft_ms=finite_ms(slo.ttft_s),
+        tpot_ms=to_ms(slo.tpot_s),
+        ttft_ms=to_ms(slo.ttft_s),
         prompt=row.text if row.text else store.get(category, n_prompt, f"{category}/{key}"),
         prompt_tokens=n_prompt,
         max_tokens=n_answer if stated is None else max(n_answer, stated),
@@ -198,11 +198,6 @@ def _request(
         session=row.session_id,
         think_s=c.think_s if c and spec is None else 0.0,
     )
-
-
-def finite_ms(value_s: float) -> float | None:
-    """An SLO as requests state it; None = no objective."""
-    return value_s * 1e3 if math.isfinite(value_s) else None
 
 
 def _clip(value: int, limit: int | None) -> int:

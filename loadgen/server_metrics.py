@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.plain_http import open_url
 
-_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 REQUESTS = "adaserve:slo_requests_total"
 DRAFT_ACCEPTED = "adaserve:draft_accepted"
 Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def parse_metrics(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Prometheus text format -> {(name, labels): value}; samples with equal labels are added up."""
+    """Prometheus text format -> {(name, labels): value}; samples with equal labels are added up.
+    Raises ValueError."""
     samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-    for line in text.splitlines():
-        match = _LINE.match(line)
-        if match is not None:
-            key = (match[1], frozenset(_LABEL.findall(match[2] or "")))
-            samples[key] = samples.get(key, 0.0) + float(match[3])
+    for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
+        key = (sample.name, frozenset(sample.labels.items()))
+        samples[key] = samples.get(key, 0.0) + sample.value
     return samples
 
 

@@ -83,7 +83,7 @@ def _flip(record: RequestRecord, verdict: Mapping[str, Any]) -> Flip:
     tpot_ms = None if record.tpot_s is None else record.tpot_s * 1e3
     ttft_ms = None if record.ttft_s is None else record.ttft_s * 1e3
     # The objective on which they disagree: the one that only the side that saw a miss missed.
-    at_client = not record.met_ttft if not record.attained else _missed(verdict, "ttft")
+    at_client = not record.met_ttft if not record.attained else _missed_ttft(verdict)
     objective = "TTFT" if at_client and record.slo_ttft_ms is not None else "TPOT"
     key = objective.lower()
     return Flip(
@@ -98,8 +98,8 @@ def _flip(record: RequestRecord, verdict: Mapping[str, Any]) -> Flip:
     )
 
 
-def _missed(verdict: Mapping[str, Any], key: str) -> bool:
-    time, slo = verdict[f"{key}_ms"], verdict[f"{key}_slo_ms"]
+def _missed_ttft(verdict: Mapping[str, Any]) -> bool:
+    time, slo = verdict["ttft_ms"], verdict["ttft_slo_ms"]
     return time is not None and slo is not None and time > slo
 
 

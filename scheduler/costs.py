@@ -227,7 +227,7 @@ class LearnedCosts(Latency):
         if not (math.isfinite(seconds) and seconds > 0) or math.log(self.slowdown) > MUCH:
             return
         plan, later = outcome.plan, outcome.trees.draft_steps - 1
-        n, context, rows = plan.drafting_rows, plan.draft_context, plan.drafting_rows * plan.width
+        n, context, rows = plan.drafting_rows, plan.draft_context, plan.drafting_rows * plan.draft.width
         guess_s = self._guess.quiet_s(rows)
         read, pairs = context.tokens, context.each * n
         later_read, later_pairs = later * context.tokens, later * context.each * rows

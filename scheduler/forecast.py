@@ -64,7 +64,7 @@ class Outlook:
         # Plain numbers: for so few of them arrays are slower, and this runs in every iteration.
         quiet_s = outcome.cycle_s / self._latency.slowdown
         mean = sum(new for _, new in speculating) / len(speculating)
-        seen = (n, quiet_s, mean, verified, steps, outcome.plan.width, context)
+        seen = (n, quiet_s, mean, verified, steps, outcome.plan.draft.width, context)
         known = self._means.get(size, seen)
         self._means[size] = tuple(blend(k, s, NEWEST) for k, s in zip(known, seen, strict=True))
         emitted: dict[str, list[int]] = {}

@@ -3,7 +3,7 @@
 A driver runs one decode iteration like this::
 
     plan = policy.plan(running, now_s)            # depth, width, budget
-    trees = draft(plan)                           # candidate token trees; none when plan.depth == 0
+    trees = draft(plan)                           # candidate token trees; none when plan.draft.depth == 0
     selection = policy.select(plan, trees)        # which candidates are verified
     outcome = verify(selection)                   # one target forward
     policy.observe(outcome)                       # may arrive one iteration late (overlap schedule)
@@ -19,7 +19,7 @@ values feed SDPA on a CPU, FlashInfer on a GPU and the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
@@ -117,12 +117,25 @@ def _rows_of(starts: bytes) -> tuple[IntArray, IntArray]:
 class Draft:
     """What draft steps are to be made, or are being made, for n requests."""
 
-    depth: int  # draft steps
-    width: int = 1
+    depth: int  # d: draft steps; 0 = draft nothing
+    width: int = 1  # w: beams kept per request and step
     branching: tuple[int, ...] | None = None
-    rows: BoolArray | None = None  # whom they are for, [n]; None = all
-    window: IntArray | None = None  # as ``IterationPlan.draft_window``
+    """Fixed expansion (SpecInfer): children per live beam at each step, instead of a beam of width w.
+    ``len(branching) == depth``."""
+    rows: BoolArray | None = None
+    """Rows that draft steps are made for, [n]; None = all. Others have the offered candidates."""
+    window: IntArray | None = None
+    """Most recent cached tokens that draft steps read of each row, besides its first ``sinks``, [n]; 0 = all
+    that are cached. None = 0 for every row. At least ``LEAST_WINDOW`` otherwise."""
     sinks: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.depth >= 0 and self.width >= 1
+        assert self.branching is None or len(self.branching) == self.depth
+
+    def reads(self, context: IntArray) -> IntArray:
+        """How many of ``context`` [n] cached tokens a draft step reads of each row, [n]."""
+        return tokens_read(context, self.window, self.sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,23 +179,13 @@ class IterationPlan:
     iteration: int  # counts plans of this policy; echoed in IterationOutcome
     now_s: float
     running: RunningBatch
-    depth: int  # d: draft steps; 0 = draft nothing
-    width: int  # w: beams kept per request and step; >= 1 when depth > 0
+    draft: Draft
     budget: int  # B: tokens of the verification forward, roots included
-    branching: tuple[int, ...] | None = None
-    """Fixed expansion (SpecInfer): children per live beam at each step, instead of a beam of width w.
-    ``len(branching) == depth``."""
     n_max: int | None = None  # most nodes that the SLO phase may add to one request
     weight: FloatArray | None = None  # value of one accepted token of each row; [n]
     t_spec_s: float = 0.0  # predicted duration of this iteration
     cap: IntArray | None = None
-    """Deepest node per row that may be kept, [n]; None = no row is limited below ``depth``."""
-    drafting: BoolArray | None = None
-    """Rows that draft steps are made for, [n]; None = all. Others have the offered candidates."""
-    draft_window: IntArray | None = None
-    """Most recent cached tokens that draft steps read of each row, besides its first ``draft_sinks``, [n];
-    0 = all that are cached. None = 0 for every row. At least ``LEAST_WINDOW`` otherwise."""
-    draft_sinks: int = 0
+    """Deepest node per row that may be kept, [n]; None = no row is limited below ``draft.depth``."""
     then: Draft | None = None
     """What is to be drafted in the next iteration if that can't wait for a plan, judged by this one."""
 
@@ -203,39 +206,17 @@ class IterationPlan:
         return need
 
     @property
-    def next_drafts(self) -> IterationPlan:
-        """As far as drafting goes, a plan for the next iteration of the same requests. ``then`` is known."""
-        then = self.then
-        assert then is not None
-        return replace(
-            self,
-            depth=then.depth,
-            width=then.width,
-            branching=then.branching,
-            drafting=then.rows,
-            draft_window=then.window,
-            draft_sinks=then.sinks,
-        )
-
-    @property
-    def draft_reads(self) -> IntArray:
-        """Cached tokens that a draft step reads of each row, [n]."""
-        return tokens_read(self.running.context_tokens, self.draft_window, self.draft_sinks)
-
-    @property
     def draft_context(self) -> Context:
         """What a draft step reads, all rows that are drafted for together."""
-        reads = self.draft_reads if self.drafting is None else self.draft_reads[self.drafting]
+        reads, rows = self.draft.reads(self.running.context_tokens), self.draft.rows
+        reads = reads if rows is None else reads[rows]
         return Context(float(reads.sum()), max(1, len(reads)))
 
     @property
     def drafting_rows(self) -> int:
         """How many rows draft steps are made for."""
-        return len(self.running) if self.drafting is None else int(np.count_nonzero(self.drafting))
-
-    def __post_init__(self) -> None:
-        assert self.depth >= 0 and (self.depth == 0 or self.width >= 1)
-        assert self.branching is None or len(self.branching) == self.depth
+        rows = self.draft.rows
+        return len(self.running) if rows is None else int(np.count_nonzero(rows))
 
 
 def tokens_read(context: IntArray, window: IntArray | None, sinks: int) -> IntArray:
@@ -315,7 +296,7 @@ class Policy(Protocol):
         ...
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
-        """Optional for a driver: asked after draft step ``step`` (1-based) while step < plan.depth.
+        """Optional for a driver: asked after draft step ``step`` (1-based) while step < plan.draft.depth.
 
         ``frontier_logprob`` [n, beams]: path log-probabilities of the newest level, -inf where a row
         has no such beam. False = select from what is there. A driver that can't stop early (CUDA

@@ -34,10 +34,6 @@ LOST_HEADROOM = 1.5
 nothing left to win, and with the gate's headroom alone the lost ones would fill up the batch, so that those
 who can still be in time would be lost as well. Tuned likewise."""
 
-GATE = 1.1
-LOST_EVERY_S = 4.0
-"""What a server has by default (``prefill_headroom`` and ``prefill_lost_interval_ms``)."""
-
 LATER_S = 1e6
 """More than any wait, so that it comes after all others."""
 
@@ -95,11 +91,6 @@ class PrefillConfig:
             raise ValueError(f"lost_every_s goes with order deadline, got {self.order!r}")
         if not self.patience_s > 0:
             raise ValueError(f"patience_s must be > 0, got {self.patience_s}")
-
-
-def served_prefill(chunk_tokens: int = PrefillConfig().chunk_tokens) -> PrefillConfig:
-    """What a server does by default under a policy that looks at SLOs."""
-    return PrefillConfig(chunk_tokens, "deadline", GATE, pacing="slack", lost_every_s=LOST_EVERY_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ import itertools
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -39,7 +41,12 @@ from adaserve.scheduler.interface import (
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+_IN_VERSION_2 = {
+    "depth": "depth", "width": "width", "branching": "branching",
+    "drafting": "rows", "draft_window": "window", "draft_sinks": "sinks",
+}  # fmt: skip
+"""Fields of a plan that are its draft's since."""
 FLUSH_EVERY = 16
 """Iterations after which a compressed recording is written out: more often, it would compress worse."""
 
@@ -64,7 +71,7 @@ class Mismatch:
     """Where a replay differed."""
 
     iteration: int
-    field: str  # depth | width | budget | keep
+    field: str  # draft.depth | draft.width | draft.branching | budget | keep
     recorded: str
     replayed: str
 
@@ -127,7 +134,7 @@ class Recorder:
 
     def forget(self, rid: str) -> None:
         """Call with ``policy.forget``: a replay forgets at the same point."""
-        self._write({"forget": rid, "observed": self._observed})
+        self._write({"forget": rid})
 
     def _write(self, line: dict[str, Any], *, flush: bool = False) -> None:
         if self._failed:
@@ -169,11 +176,10 @@ def _open(path: Path, mode: str) -> IO[str]:
 
 
 _INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent"}
-_INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap", "source", "draft_window"}
-_INTS |= {"likely_tokens", "window"}
+_INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap", "source", "likely_tokens", "window"}
 _FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "weight", "logprob", "expected_tokens"}
-_BOOLS = {"keep", "accepted", "tested", "drafting", "rows"}
-_PARTS: dict[str, type] = {"offered": CandidateTrees, "underway": Draft, "then": Draft}
+_BOOLS = {"keep", "accepted", "tested", "rows"}
+_PARTS: dict[str, type] = {"offered": CandidateTrees, "underway": Draft, "draft": Draft, "then": Draft}
 
 
 def _in(name: str, value: Any) -> Any:
@@ -205,18 +211,19 @@ def _whole_lines(file: IO[str]) -> Iterator[str]:
                 yield line
 
 
-def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
+def _events(path: Path) -> Iterator[RecordedIteration | str]:
+    """Iterations in the order of their outcomes, and requests that were forgotten, in between."""
     try:
         with _open(path, "rt") as f:
             for number, line in enumerate(_whole_lines(f), 1):
                 try:
                     data = json.loads(line)
                     if "schema_version" in data:
-                        if data["schema_version"] != SCHEMA_VERSION:
+                        if data["schema_version"] not in (2, SCHEMA_VERSION):
                             raise ReplayError(f"{path} is of another version of AdaServe: record it again")
                         continue
                     if "forget" in data:
-                        yield data["forget"], int(data["observed"])
+                        yield data["forget"]
                         continue
                     yield _iteration(data)
                 except (KeyError, TypeError, json.JSONDecodeError) as error:
@@ -228,6 +235,8 @@ def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
 
 
 def _iteration(data: dict[str, Any]) -> RecordedIteration:
+    if "draft" not in (planned := data["plan"]):
+        planned["draft"] = {new: planned.pop(old) for old, new in _IN_VERSION_2.items() if old in planned}
     running = RunningBatch(**_fields_in(data["running"]))
     plan = IterationPlan(running=running, **_fields_in(data["plan"]))
     trees = CandidateTrees(**_fields_in(data["trees"]))
@@ -241,32 +250,23 @@ def read_recording(path: Path) -> Iterator[RecordedIteration]:
     return (event for event in _events(path) if isinstance(event, RecordedIteration))
 
 
-def replay(path: Path, policy: Policy, select_only: bool = False) -> list[Mismatch]:
-    """Feeds a recording to a fresh policy and compares plans and selections; empty = identical.
-
-    ``select_only``: selections on the recorded plans, for another policy object than the recorded one.
-    """
-    events = list(_events(path))
-    iterations = sorted(
-        (e for e in events if isinstance(e, RecordedIteration)), key=lambda e: e.plan.iteration
-    )
-    arrivals = [e for e in events if isinstance(e, RecordedIteration)]
-    forgets = [e for e in events if isinstance(e, tuple)]
+def replay(path: Path, policy: Policy) -> list[Mismatch]:
+    """Feeds a recording to a fresh policy and compares plans and selections; empty = identical."""
+    events = deque(_events(path))
+    iterations = [e for e in events if isinstance(e, RecordedIteration)]
     mismatches: list[Mismatch] = []
-    known = gone = 0
-    for item in iterations:
-        while known < item.observed:
-            while gone < len(forgets) and forgets[gone][1] <= known:
-                policy.forget(forgets[gone][0])
-                gone += 1
-            policy.observe(arrivals[known].outcome)
-            known += 1
-        while gone < len(forgets) and forgets[gone][1] <= known:
-            policy.forget(forgets[gone][0])
-            gone += 1
+    known = 0
+    for item in sorted(iterations, key=lambda e: e.plan.iteration):
+        while events and (known < item.observed or isinstance(events[0], str)):
+            event = events.popleft()
+            if isinstance(event, str):
+                policy.forget(event)
+            else:
+                policy.observe(event.outcome)
+                known += 1
         plan = policy.plan(item.plan.running, item.plan.now_s)
-        mismatches += [] if select_only else _compare_plans(item.plan, plan)
-        chosen = policy.select(item.plan if select_only else plan, item.trees)
+        mismatches += _compare_plans(item.plan, plan)
+        chosen = policy.select(plan, item.trees)
         if not np.array_equal(chosen.keep, item.selection.keep):
             difference = np.flatnonzero(chosen.keep != item.selection.keep)
             mismatches.append(Mismatch(item.plan.iteration, "keep", "nodes", str(difference[:8].tolist())))
@@ -276,6 +276,6 @@ def replay(path: Path, policy: Policy, select_only: bool = False) -> list[Mismat
 def _compare_plans(recorded: IterationPlan, replayed: IterationPlan) -> list[Mismatch]:
     return [
         Mismatch(recorded.iteration, name, str(a), str(b))
-        for name in ("depth", "width", "budget", "branching")
-        if (a := getattr(recorded, name)) != (b := getattr(replayed, name))
+        for name in ("draft.depth", "draft.width", "draft.branching", "budget")
+        if (a := attrgetter(name)(recorded)) != (b := attrgetter(name)(replayed))
     ]

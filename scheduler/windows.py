@@ -78,7 +78,7 @@ class DraftWindows:
         """Iterations of one batch, and what of all of them together was tested."""
         running, shape = outcomes[0].plan.running, (len(outcomes), -1)
         none = np.zeros(len(running), np.int64)
-        used = np.stack([none if (w := o.plan.draft_window) is None else w for o in outcomes])
+        used = np.stack([none if (w := o.plan.draft.window) is None else w for o in outcomes])
         context = np.stack([o.plan.running.context_tokens for o in outcomes])
         smallest = self._windows[self._windows > 0].min() + self._sinks
         chosen = (context > smallest) & (tests.tried.reshape(shape) > 0)  # shorter ones leave no choice

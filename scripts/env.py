@@ -282,14 +282,25 @@ class Progress:
 
 
 def remove_unused(keep: Path, older_than_s: float) -> None:
-    """Removes our other environments: unfinished ones, and finished ones not used for a while."""
+    """Removes our other environments: unfinished ones, and finished ones in which no Python has been started
+    for a while and none runs."""
     for folder in keep.parent.glob("env-*"):
         mark = folder / COMPLETE
         if folder == keep or not (folder / OURS).exists():
             continue
-        if not mark.exists() or time.time() - mark.stat().st_mtime > older_than_s:
+        unused = not mark.exists() or time.time() - mark.stat().st_mtime > older_than_s
+        if unused and not is_running(folder):
             print(f"adaserve: removing the unused environment {folder}", flush=True)
             remove_tree(folder)
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process of this user has loaded a library of the environment."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f" {folder}/" in maps.read_text(errors="replace"):
+                return True
+    return False
 
 
 def remove_tree(folder: Path) -> None:
@@ -324,7 +335,9 @@ def make_overlay(shared: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(VENV)], check=True)
         packages = Path("lib") / python_tag() / "site-packages"
         # Ours comes first in sys.path; zz sorts it after the editable install's own .pth file.
-        line = f"import site; site.addsitedir({str(shared / packages)!r})\n"
+        mark = str(shared / COMPLETE)
+        line = f"import os, site; site.addsitedir({str(shared / packages)!r}); "
+        line += f"os.access({mark!r}, os.W_OK) and os.utime({mark!r})  # in use\n"
         (VENV / packages / "zz_adaserve_shared.pth").write_text(line)
         link_scripts(shared)
         command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]

@@ -52,11 +52,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What ``/generate`` answered to one request, and how long that took."""
+    """What ``/generate`` answered to one request."""
 
     output_ids: tuple[int, ...]
     meta: dict[str, Any]
-    seconds: float
 
 
 def batch(url: str, asks: Sequence[Ask]) -> list[dict[str, Any]]:
@@ -81,10 +80,8 @@ async def _send(url: str, asks: Sequence[Ask], at_once: int, more: dict[str, Any
 
         async def one(ask: Ask) -> Reply:
             async with turn:
-                start_s = time.perf_counter()
                 answer = (await client.post("/generate", json=ask.body(**more))).raise_for_status().json()
-                seconds = time.perf_counter() - start_s
-            return Reply(tuple(answer["output_ids"]), answer["meta_info"], seconds)
+            return Reply(tuple(answer["output_ids"]), answer["meta_info"])
 
         return list(await asyncio.gather(*map(one, asks)))
 
@@ -112,7 +109,7 @@ async def _streamed(
     client: httpx.AsyncClient, ask: Ask, begun: asyncio.Event, turn: asyncio.Semaphore
 ) -> Reply:
     """``begun`` is set at the first token, or when the request has failed."""
-    last, start_s = "", time.perf_counter()
+    last = ""
     try:
         async with client.stream("POST", "/generate", json=ask.body(stream=True)) as response:
             response.raise_for_status()
@@ -124,7 +121,7 @@ async def _streamed(
         begun.set()
         turn.release()
     answer = json.loads(last.removeprefix("data: "))
-    return Reply(tuple(answer["output_ids"]), answer["meta_info"], time.perf_counter() - start_s)
+    return Reply(tuple(answer["output_ids"]), answer["meta_info"])
 
 
 @dataclass(frozen=True, slots=True)

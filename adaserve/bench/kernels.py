@@ -57,13 +57,16 @@ class Case:
     context: int
 
 
+READ_MB = 256
+"""What is read to measure how fast memory is."""
+
 Kernels = dict[str, NativeBackend]
 Times = dict[str, list[float]]
 """Kernels -> seconds of every round."""
 
 
-def random_model(shape: Shape, seed: int = 0) -> tuple[ModelWeights, ModelConfig]:
-    generator = torch.Generator().manual_seed(seed)
+def random_model(shape: Shape) -> tuple[ModelWeights, ModelConfig]:
+    generator = torch.Generator().manual_seed(0)
 
     def matrix(*size: int) -> torch.Tensor:
         return (torch.randn(*size, generator=generator) * 0.02).half()
@@ -115,10 +118,10 @@ def in_turns(calls: Mapping[Key, Callable[[], object]], rounds: int) -> dict[Key
     return taken
 
 
-def read_bandwidth(megabytes: int = 256, rounds: int = 15) -> float:
+def read_bandwidth() -> float:
     """Bytes per second of a plain sum over memory by all threads: the best of some rounds."""
-    data = torch.ones(megabytes << 18)
-    return data.numel() * 4 / min(_seconds(data.sum) for _ in range(rounds))
+    data = torch.ones(READ_MB << 18)
+    return data.numel() * 4 / min(_seconds(data.sum) for _ in range(15))
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -194,7 +197,7 @@ def run_kernels(plan: KernelPlan, console: Console) -> None:
     lanes = build.load_library(build.build(*plan.flags)).ada_vector_lanes()
     title = f"# Kernels with {SETS[lanes]}, {plan.threads} threads"
     rounds = f"Medians of {plan.rounds} rounds{', old and new in turns' if plan.against else ''}."
-    read = f"A plain read of 256 MB: {bandwidth / 1e9:.1f} GB/s."
+    read = f"A plain read of {READ_MB} MB: {bandwidth / 1e9:.1f} GB/s."
     tables = (_product_table(plan, products), _attention_table(plan, attention, slim, bandwidth))
     text = "\n\n".join((title, f"{rounds} {read}", *tables)) + "\n"
     console.print(text, markup=False, soft_wrap=True)

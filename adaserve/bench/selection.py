@@ -58,9 +58,9 @@ def example_trees(n: int, d: int, w: int, seed: int) -> CandidateTrees:
     return CandidateTrees(np.arange(n + 1) * d * w, np.zeros(m, np.int64), parent.ravel(), depth, log.ravel())
 
 
-def example_batch(n: int, seed: int) -> RunningBatch:
+def example_batch(n: int) -> RunningBatch:
     """n requests of which most are somewhat behind."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(2)
     full = np.full
     return RunningBatch(
         rids=tuple(f"r{i}" for i in range(n)),
@@ -90,7 +90,7 @@ def measure(policy: str, n: int, B: int, repeats: int) -> tuple[float, float]:
     chosen = build_policy(policy, PolicyConfig(budget=B))
     # Other trees in every call: a policy may remember what it worked out for the last ones.
     trees = itertools.cycle([example_trees(n, 8, 3, seed) for seed in range(8)])
-    plan = chosen.plan(example_batch(n, seed=2), 2.0)
+    plan = chosen.plan(example_batch(n), 2.0)
     return best_us(lambda: chosen.select(plan, next(trees)), repeats)
 
 
@@ -118,7 +118,7 @@ def measure_iteration(
     shapes = itertools.product(range(1, 6), range(1, 4), range(8))
     pool = {(d, w, seed): example_trees(n, d, w, seed) for d, w, seed in shapes}
     accepted = {key: _accepted(trees, seed=key[2]) for key, trees in pool.items()}
-    batch, now = replace(example_batch(n, seed=2), max_depth=np.full(n, 5)), 2.0
+    batch, now = replace(example_batch(n), max_depth=np.full(n, 5)), 2.0
     took: FloatArray = np.zeros((repeats, len(PARTS)))
 
     def timed(iteration: int, part: str, step: Callable[..., Any], *args: Any) -> Any:
@@ -132,18 +132,19 @@ def measure_iteration(
     for i in range(repeats):
         batch = replace(batch, rids=tuple(batch.rids), decoded_tokens=20 + (batch.decoded_tokens - 17) % 40)
         plan = timed(i, "plan", chosen.plan, batch, now)
-        depth, trees, right = plan.depth, CandidateTrees.empty(n), np.zeros(0, np.bool_)
+        depth, width = plan.draft.depth, plan.draft.width
+        trees, right = CandidateTrees.empty(n), np.zeros(0, np.bool_)
         if depth:
-            levels = pool[depth, plan.width, i % 8].logprob.reshape(n, depth, plan.width)
+            levels = pool[depth, width, i % 8].logprob.reshape(n, depth, width)
             for step in range(1, depth):
                 if not timed(i, "keep_drafting", chosen.keep_drafting, plan, step, levels[:, step - 1]):
                     depth = step
                     break
-            trees, right = replace(pool[depth, plan.width, i % 8]), accepted[depth, plan.width, i % 8]
+            trees, right = replace(pool[depth, width, i % 8]), accepted[depth, width, i % 8]
         selection = timed(i, "select", chosen.select, plan, trees)
         right = right & selection.keep
         new = 1 + np.bincount(np.repeat(np.arange(n), np.diff(trees.row_start)), right, n).astype(np.int64)
-        draft, verify = PAIR.draft_s(n, depth, plan.width), PAIR.verify_s(float(selection.verify_tokens))
+        draft, verify = PAIR.draft_s(n, depth, width), PAIR.verify_s(float(selection.verify_tokens))
         now += draft + verify
         times = (now, draft, 0.0, verify, draft + verify, draft + verify)
         outcome = IterationOutcome(plan, trees, selection, right, new, *times)

@@ -167,7 +167,7 @@ class DecodeLoop:
 
     def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
         """What the sources have queued."""
-        if not plan.depth:
+        if not plan.draft.depth:
             return []
         keep = self.policies.current.keep_drafting if self.device.stops_early else None
         proposed = [source.propose(plan, rows, keep) for source in self.sources]

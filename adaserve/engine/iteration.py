@@ -116,13 +116,13 @@ def counts_by_source(outcome: IterationOutcome) -> dict[str, np.ndarray]:
 
 def rows_by_window(outcome: IterationOutcome) -> dict[str, int]:
     """How many requests were drafted for by the recent tokens that were read, or "all" the context."""
-    plan = outcome.plan
+    draft, context = outcome.plan.draft, outcome.plan.running.context_tokens
     if not outcome.trees.draft_steps:
         return {}
-    window = np.zeros(len(plan.running), np.int64)
-    if plan.draft_window is not None:
-        window = np.where(plan.draft_reads < plan.running.context_tokens, plan.draft_window, 0)
-    used, counts = np.unique(window if plan.drafting is None else window[plan.drafting], return_counts=True)
+    window = np.zeros(len(context), np.int64)
+    if draft.window is not None:
+        window = np.where(draft.reads(context) < context, draft.window, 0)
+    used, counts = np.unique(window if draft.rows is None else window[draft.rows], return_counts=True)
     return {str(w) if w else "all": c for w, c in zip(used.tolist(), counts.tolist(), strict=True)}
 
 
@@ -131,8 +131,8 @@ def sample_of(outcome: IterationOutcome, sources: dict[str, np.ndarray]) -> Iter
     plan, selection = outcome.plan, outcome.selection
     return IterationSample(
         running=len(plan.running),
-        depth=plan.depth,
-        width=plan.width if plan.depth else 0,
+        depth=plan.draft.depth,
+        width=plan.draft.width if plan.draft.depth else 0,
         budget=plan.budget,
         verify_tokens=selection.verify_tokens,
         drafted_tokens=outcome.trees.n_nodes,

@@ -23,7 +23,6 @@ from adaserve.scheduler.forecast import Outlook
 from adaserve.scheduler.interface import IntArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.policies import is_slo_aware
 from adaserve.scheduler.prefill import (
-    PrefillConfig,
     PrefillPlan,
     Situation,
     WaitingBatch,
@@ -73,14 +72,7 @@ class PrefillPacer:
         self._alone = alone
         self.mode: str | None = None
         self.set_mode(config.prefill if alone else "exclusive")
-        self._rule = PrefillConfig(
-            order="deadline",
-            pacing="slack",
-            most_decodes=config.prefill_interval,
-            patience_s=config.prefill_patience_ms / 1e3,
-            gate=config.prefill_headroom or None,
-            lost_every_s=config.prefill_lost_interval_ms / 1e3 or None,
-        )
+        self._rule = config.for_prefills()
         self._costs, self._ledger, self._states = costs, ledger, states
         one_s, far_s = costs.first_prefills_s(np.array([1.0, LearnedPrefills.FAR]))
         self._prefills = LearnedPrefills(float(one_s), float(far_s))
@@ -196,7 +188,7 @@ class PrefillPacer:
         pairs = [(r, self._states.get(r.kv.req_pool_idx)) for r in running]
         known = [(r, s) for r, s in pairs if s is not None and s.rid == r.rid]
         reqs, states = [r for r, _ in known], [s for _, s in known]
-        batch = running_batch(reqs, states, np.zeros(len(known), np.int64), 0, self._ledger.lengths)
+        batch = running_batch(reqs, states, self._ledger.lengths)
         if self._holds.limits:
             counts = np.array([self._holds.has(self._tenant(r), now_s) for r in reqs], np.bool_)
             batch = replace(batch, tpot_slo_s=np.where(counts, batch.tpot_slo_s, np.inf))

@@ -9,12 +9,7 @@ from weakref import WeakKeyDictionary
 from adaserve.engine.state import RequestState
 from adaserve.noise import request_key
 from adaserve.slo.classes import SLO
-from adaserve.slo.resolve import RequestSLO
-
-
-def asked_of(req: Any) -> RequestSLO:
-    """What the HTTP process has resolved of one of SGLang's requests."""
-    return RequestSLO.from_params(req.sampling_params.custom_params)
+from adaserve.slo.ledger import asked_of
 
 
 class Requests:

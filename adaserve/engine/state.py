@@ -140,7 +140,7 @@ class Asked:
         """The policy's view of the batch: int64 [n], tokens that were generated and those that are cached.
         ``most``: levels that a request's KV window has room for."""
         remaining = np.maximum(self.most_tokens - generated, 1)
-        deepest = self.deepest
+        deepest = self.deepest.copy()
         for i in self.with_grammar:
             deepest[i] = deepest_allowed(self.reqs[i], self.states[i])
         likely = None
@@ -161,13 +161,7 @@ class Asked:
         )
 
 
-def running_batch(
-    reqs: Sequence[Any],
-    states: list[RequestState],
-    seq_lens: np.ndarray,
-    deepest: int,
-    lengths: OutputLengths,
-) -> RunningBatch:
-    """The policy's view of requests with ``seq_lens`` cached tokens."""
+def running_batch(reqs: Sequence[Any], states: list[RequestState], lengths: OutputLengths) -> RunningBatch:
+    """Requests as far as their SLOs and lengths go: none has anything cached, or may have a tree."""
     generated = np.array([len(s.generated) for s in states], np.int64)
-    return Asked.of(reqs, states).running(generated, seq_lens, deepest, lengths)
+    return Asked.of(reqs, states).running(generated, np.zeros_like(generated), 0, lengths)

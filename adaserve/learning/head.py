@@ -19,7 +19,7 @@ from torch.nn import functional as fn
 
 from adaserve.learning.draft_reading import UNKNOWN
 from adaserve.learning.records import Record
-from adaserve.pair.eagle import attend, shifted
+from adaserve.pair.eagle import unrolled
 
 STEPS = 4
 """Levels that a head is trained to draft: more are rarely drafted, and every one costs as much again."""
@@ -84,16 +84,7 @@ class _Head(nn.Module):
     def unroll(self, embedded: Tensor, before: Tensor, steps: int) -> list[Tensor]:
         """States [rows, length, H] of every step: at step k a token is read as the k-th of a draft."""
         cos, sin = self.rope(embedded, torch.arange(1, 1 + embedded.shape[1])[None])
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        found: list[Tensor] = []
-        for _ in range(steps):
-            q, k, v = self.midlayer.project(embedded, before, cos, sin)
-            keys.append(k)
-            values.append(v)
-            found.append(self.midlayer.finish(before, attend(q, keys, values)))
-            before = shifted(found[-1], 1)
-        return found
+        return unrolled(self.midlayer, embedded, before, cos, sin, steps)
 
 
 class HeadCopy:

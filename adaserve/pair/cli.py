@@ -156,19 +156,14 @@ def train_head(
 ) -> None:
     """Train heads for the embedded target. After Ctrl-C the same command resumes."""
     from adaserve.pair.eagle import HeadShape
-    from adaserve.pair.export import export_head, export_medusa
+    from adaserve.pair.export import export_heads
 
     folder = pair if pair is not None else weights_folder()
-    recipe: dict[str, Any] = {
-        "minutes": minutes, "written_tokens": written_tokens, "seed": seed, "threads": threads,
-        "start": folder / kind.value if go_on else None,
-    }  # fmt: skip
-    if kind is HeadKind.eagle3:
-        head = export_head(
-            _work(work), folder, HeadShape(vocab=vocabulary, mlp=mlp, kv_heads=kv_heads), **recipe
-        )
-    else:
-        head = export_medusa(_work(work), folder, **recipe)
+    head = export_heads(
+        kind, _work(work), folder, HeadShape(vocab=vocabulary, mlp=mlp, kv_heads=kv_heads),
+        minutes=minutes, written_tokens=written_tokens, seed=seed, threads=threads,
+        start=folder / kind if go_on else None,
+    )  # fmt: skip
     console.print(
         f"{head} is trained; copy it to {folder / kind.value}, then measure it with "
         "`adaserve pair eval --calibrate`"

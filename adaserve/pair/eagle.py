@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -129,16 +129,7 @@ class EagleHead(nn.Module):
         cos, sin = rope(length, own)
         embedded = self.embed(tokens[:, 1:])
         before = self.fc(layers[:, :-1].flatten(2)).float()
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        found = []
-        for _ in range(steps):
-            q, k, v = self.layer.project(embedded, before, cos, sin)
-            keys.append(k)
-            values.append(v)
-            found.append(self.layer.finish(before, attend(q, keys, values)))
-            before = shifted(found[-1], 1)
-        return found
+        return unrolled(self.layer, embedded, before, cos, sin, steps)
 
 
 def most_used_heads(layer: Block, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -152,6 +143,32 @@ def most_used_heads(layer: Block, kv_heads: int) -> tuple[Tensor, Tensor]:
     use = by_head[2].norm(dim=(1, 2)) * out.norm(dim=(0, 2))
     kept = use.topk(kv_heads).indices.sort().values
     return torch.cat([rows[kept].flatten(0, 1) for rows in by_head]), out[:, kept].flatten(1)
+
+
+class Unrollable(Protocol):
+    """A head's layer, which reads an embedding and a hidden state side by side."""
+
+    def project(self, embedded: Tensor, before: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values [rows, heads, length, head_dim]."""
+        ...
+
+    def finish(self, before: Tensor, mixed: Tensor) -> Tensor:
+        """Its output from what its heads have gathered, [rows, heads, length, head_dim]."""
+        ...
+
+
+def unrolled(
+    layer: Unrollable, embedded: Tensor, before: Tensor, cos: Tensor, sin: Tensor, steps: int
+) -> list[Tensor]:
+    """States [rows, length, hidden] of every step: at step k a token is read as the k-th of a draft."""
+    keys, values, found = list[Tensor](), list[Tensor](), list[Tensor]()
+    for _ in range(steps):
+        q, k, v = layer.project(embedded, before, cos, sin)
+        keys.append(k)
+        values.append(v)
+        found.append(layer.finish(before, attend(q, keys, values)))
+        before = shifted(found[-1], 1)
+    return found
 
 
 def shifted(x: Tensor, by: int) -> Tensor:

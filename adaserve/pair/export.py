@@ -12,7 +12,7 @@ from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare
 from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import evaluate, write_acceptance
-from adaserve.pair.folders import HEAD, MEDUSA, PLAIN_NAME
+from adaserve.pair.folders import MEDUSA, PLAIN_NAME
 from adaserve.pair.medusa import train_medusa
 from adaserve.pair.packed import pack
 from adaserve.pair.prompts import write_prompts
@@ -114,7 +114,8 @@ def _draft_run(run: train.Run, out: Path, recipe: Recipe) -> train.Run:
     )  # fmt: skip
 
 
-def export_head(
+def export_heads(
+    kind: str,
     work: Path,
     pair: Path,
     shape: HeadShape,
@@ -125,33 +126,12 @@ def export_head(
     threads: int,
     start: Path | None,
 ) -> Path:
-    """Trains an EAGLE-3 head of ``pair/target`` below ``work``; returns the folder of its shipped form."""
-    run = train.Run(
-        ensure_corpus(work, seed=seed),
-        work / "runs" / HEAD,
-        minutes,
-        seed,
-        threads,
-        compile=False,
-        start=start,
-    )
-    train_eagle(run, pair, written_tokens=written_tokens, shape=shape)
-    out = work / "pair" / HEAD
-    pack(run.out, out)
-    return out
-
-
-def export_medusa(
-    work: Path,
-    pair: Path,
-    *,
-    minutes: float,
-    written_tokens: int,
-    seed: int,
-    threads: int,
-    start: Path | None,
-) -> Path:
-    """Trains Medusa heads of ``pair/target`` below ``work``; returns the folder that is shipped."""
-    corpus, out = ensure_corpus(work, seed=seed), work / "runs" / MEDUSA
+    """Trains heads of ``pair/target`` below ``work``: MEDUSA, or HEAD, an EAGLE-3 head of that shape. Returns
+    the folder of their shipped form."""
+    corpus, out = ensure_corpus(work, seed=seed), work / "runs" / kind
     run = train.Run(corpus, out, minutes, seed, threads, compile=False, start=start)
-    return train_medusa(run, pair, written_tokens=written_tokens)
+    if kind == MEDUSA:
+        return train_medusa(run, pair, written_tokens=written_tokens)
+    train_eagle(run, pair, written_tokens=written_tokens, shape=shape)
+    pack(run.out, shipped := work / "pair" / kind)
+    return shipped

@@ -82,6 +82,11 @@ def seconds(ms: float | None) -> float:
     return math.inf if ms is None else ms / 1e3
 
 
+def to_ms(value_s: float | None) -> float | None:
+    """None for inf and for None."""
+    return None if value_s is None or not math.isfinite(value_s) else value_s * 1e3
+
+
 def times_baseline(x_baseline: float, baseline_s: float | None, slo_class: str) -> float:
     """A TPOT in seconds. Raises SLOError when the baseline is unknown."""
     if baseline_s is None or not 0 < baseline_s < math.inf:

@@ -43,10 +43,15 @@ class FinishedRequest:
         return not self.failed and answered
 
     @property
+    def met(self) -> bool:
+        return self.met_tpot and self.met_ttft
+
+    @property
     def tpot_ratio(self) -> float | None:
         """TPOT / SLO; None without either."""
-        bounded = self.tpot_s is not None and math.isfinite(self.slo.tpot_s)
-        return self.tpot_s / self.slo.tpot_s if bounded and self.tpot_s is not None else None
+        if self.tpot_s is None or math.isinf(self.slo.tpot_s):
+            return None
+        return self.tpot_s / self.slo.tpot_s
 
     @property
     def prediction_error(self) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from adaserve.slo.classes import SLO
+from adaserve.slo.classes import SLO, to_ms
 from adaserve.slo.delivered import DeliveredTPOT
 from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
 from adaserve.slo.lengths import OutputLengths
@@ -23,6 +22,11 @@ SERVER_FAULT = 500
 
 HEALTH_CHECK = "HEALTH_CHECK"
 """How the ids of SGLang's own requests begin: ``GET /health`` generates a token."""
+
+
+def asked_of(req: Any) -> RequestSLO:
+    """What the HTTP process has resolved of one of SGLang's requests."""
+    return RequestSLO.from_params(req.sampling_params.custom_params)
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -63,8 +67,7 @@ class SLOLedger:
     def slo(self, req: Any) -> SLO:
         """The request's SLO, settled when it is first asked for."""
         if (known := self._slos.get(req)) is None:
-            asked = RequestSLO.from_params(req.sampling_params.custom_params)
-            known = self._slos[req] = asked.at(self.baseline_s)
+            known = self._slos[req] = asked_of(req).at(self.baseline_s)
         return known
 
     def arrival_s(self, req: Any) -> float:
@@ -137,7 +140,7 @@ class SLOLedger:
         served = not req.rid.startswith(HEALTH_CHECK) and req.sampling_params.max_new_tokens != 0
         if served and (failed or not aborted):
             self.stats.finish(request)
-            asked = RequestSLO.from_params(req.sampling_params.custom_params)
+            asked = asked_of(req)
             if asked.speculation is None:  # others get less than their class does
                 self._learn_tpot(request, by_load_s, _last_s(req))
             if not failed and request.output_tokens:
@@ -154,7 +157,7 @@ class SLOLedger:
             "tpot_predicted_ms": _ms(request.predicted_tpot_s),
             "ttft_ms": _ms(request.ttft_s),
             "ttft_slo_ms": _ms(slo.ttft_s),
-            "met": not aborted and request.met_tpot and request.met_ttft,
+            "met": not aborted and request.met,
             "drafts": {name: dict(zip(STAGES, counts, strict=True)) for name, counts in sources.items()},
         }
 
@@ -188,4 +191,4 @@ def _last_s(req: Any) -> float:
 
 
 def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None or not math.isfinite(seconds) else round(seconds * 1e3, 3)
+    return None if (ms := to_ms(seconds)) is None else round(ms, 3)

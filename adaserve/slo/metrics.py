@@ -17,12 +17,15 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from adaserve.slo.classes import seconds
 
 SCHEMA_VERSION = 1
 MAX_LAG_P99_MS = 10.0
@@ -126,11 +129,9 @@ class RequestRecord:
 
     def judge(self) -> None:
         """Sets ``met_ttft`` and ``met_tpot`` from the times. Failures miss both."""
-        ttft_slo = math.inf if self.slo_ttft_ms is None else self.slo_ttft_ms / 1e3
-        tpot_slo = math.inf if self.slo_tpot_ms is None else self.slo_tpot_ms / 1e3
         answered = self.ok and self.first_token_s is not None
-        self.met_ttft = answered and within(self.ttft_s, ttft_slo)
-        self.met_tpot = answered and within(self.tpot_s, tpot_slo)
+        self.met_ttft = answered and within(self.ttft_s, seconds(self.slo_ttft_ms))
+        self.met_tpot = answered and within(self.tpot_s, seconds(self.slo_tpot_ms))
 
     def to_json(self) -> str:
         """One line of ``requests.jsonl`` (no newline). Times keep microseconds."""
@@ -299,8 +300,4 @@ def _invalid_reasons(records: Sequence[RequestRecord], lag_p99_ms: float | None)
 
 
 def _error_counts(records: Sequence[RequestRecord]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for r in records:
-        if r.error is not None:
-            counts[r.error] = counts.get(r.error, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1])[:20])
+    return dict(Counter(r.error for r in records if r.error is not None).most_common(20))

@@ -148,7 +148,7 @@ class ServerMetrics:
 
     def finish(self, name: str, request: FinishedRequest) -> None:
         """Counts a finished request under the class label ``name``."""
-        outcomes = {"all": request.met_tpot and request.met_ttft}
+        outcomes = {"all": request.met}
         if math.isfinite(request.slo.tpot_s):
             outcomes["tpot"] = request.met_tpot
         if math.isfinite(request.slo.ttft_s):

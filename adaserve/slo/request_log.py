@@ -8,9 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS
+from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS, to_ms
 from adaserve.slo.events import FinishedRequest
-from adaserve.slo.stats import to_ms
 from adaserve.slo.trace import TraceRow, to_jsonl
 
 logger = logging.getLogger(__name__)

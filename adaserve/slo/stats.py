@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from adaserve.slo.classes import CUSTOM_CLASS, SLOConfig
+from adaserve.slo.classes import CUSTOM_CLASS, SLOConfig, to_ms
 from adaserve.slo.events import READING, STAGES, DraftLearning, FinishedRequest, IterationSample
 from adaserve.slo.forecast import Forecast
 from adaserve.slo.prometheus import ServerMetrics
@@ -54,14 +54,13 @@ class ClassCounts(msgspec.Struct):
     ttft_ms: dict[int, int] = {}
 
     def count(self, request: FinishedRequest) -> None:
-        met = request.met_tpot and request.met_ttft
         self.requests += 1
-        self.met += met
+        self.met += request.met
         self.met_tpot += request.met_tpot
         self.met_ttft += request.met_ttft
         self.failed += request.failed
         self.tokens += request.output_tokens
-        self.good_tokens += request.output_tokens if met else 0
+        self.good_tokens += request.output_tokens if request.met else 0
         if request.tpot_s is not None:
             self.tpot_sum_s += request.tpot_s
             self.tpot_count += 1
@@ -183,12 +182,11 @@ class SLOStats:
         slo = request.slo
         # An unexpected name must not create a new time series.
         name = slo.slo_class if slo.slo_class in self._targets else CUSTOM_CLASS
-        met = request.met_tpot and request.met_ttft
         self._slos[name] = (to_ms(slo.tpot_s), to_ms(slo.ttft_s))
         requests, attained = self._totals.get(name, (0, 0))
-        self._totals[name] = (requests + 1, attained + met)
+        self._totals[name] = (requests + 1, attained + request.met)
         self._bucket().classes.setdefault(name, ClassCounts()).count(request)
-        if not met:
+        if not request.met:
             times = (to_ms(request.tpot_s), to_ms(slo.tpot_s), to_ms(request.ttft_s), to_ms(slo.ttft_s))
             self._slow.append(
                 SlowRequest(self._clock(), name, *times, request.output_tokens, slow_reason(request))
@@ -299,8 +297,3 @@ def slow_reason(request: FinishedRequest) -> str:
     return (
         f"{iteration_s * 1e3:.0f} ms per iteration: each needed {need:.1f} tokens but gave {got:.1f}{beside}"
     )
-
-
-def to_ms(value_s: float | None) -> float | None:
-    """None for None and inf."""
-    return None if value_s is None or not math.isfinite(value_s) else value_s * 1e3

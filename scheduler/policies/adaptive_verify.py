@@ -18,6 +18,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
+    Draft,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -25,7 +26,7 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
-from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
+from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.pricing import price_nodes
 from adaserve.scheduler.selection import within_cap
 
@@ -68,12 +69,11 @@ class AdaptiveVerifyPolicy(BasePolicy):
     def __init__(self, name: str, config: PolicyConfig, k: int) -> None:
         super().__init__(name, config)
         self._k = k
-        self._budget = NO_BUDGET if config.budget is None else config.budget
         self.acceptance = AcceptanceModel()
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The same chain for all."""
-        return Shape(self._k, 1, self._budget)
+        return Shape(Draft(self._k))
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The prefix of all chains' tokens that promises the most tokens per second."""
@@ -83,10 +83,8 @@ class AdaptiveVerifyPolicy(BasePolicy):
         q = claimed_probability(trees)
         p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
         f = within_cap(trees, path_product(p, parent, int(trees.depth.max())), plan.cap)
-        most, context = max(0, min(plan.budget - n, trees.n_nodes)), self.context(plan.running)
-        draft_s = self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, plan.draft_context)
-        verify_s = self.costs.verify_curve(n + plan.running.prefill_tokens, most + 1, context)
-        return price_nodes(trees, f, np.ones(n), verify_s + draft_s + self.costs.other_s()).selection
+        seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
+        return price_nodes(trees, f, np.ones(n), seconds).selection
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Recalibrates the acceptance model as well."""

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 
 import numpy as np
@@ -17,7 +17,6 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import (
     NO_CONTEXT,
-    BoolArray,
     CandidateTrees,
     Context,
     Draft,
@@ -44,16 +43,12 @@ under load and differs by a third between the phases of a shared host."""
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a rule decides for one iteration."""
+    """What a rule decides for one iteration. The base class keeps it within the configuration."""
 
-    depth: int
-    width: int = 1
-    budget: int = NO_BUDGET
+    draft: Draft  # its window None = the configured one
+    budget: int = NO_BUDGET  # B
     n_max: int | None = None
-    branching: tuple[int, ...] | None = None
-    drafting: BoolArray | None = None
     weight: FloatArray | None = None  # value of an accepted token per row, [n]; None = all equal
-    window: IntArray | None = None  # that draft steps read of each row; None = the configured one
     deepest: int | None = None  # node that is verified; None = no limit but the row's
 
 
@@ -96,26 +91,23 @@ class BasePolicy:
         n = len(running)
         cap = depth_cap(running)
         shape = self.shape(running, cap, now_s)
-        then = self._draft(shape, n, int(cap.max()))
+        limit = shape.budget if self.config.budget is None else min(shape.budget, self.config.budget)
+        # A draft step would be wasted where only the roots fit.
+        then = self._within(shape.draft, n, int(cap.max())) if limit > n else Draft(0)
         draft = then if running.underway is None else running.underway
         offered = 0 if running.offered is None else running.offered.n_nodes
         drafted = _most_nodes(draft) * self.config.drafts
-        budget = max(n, min(shape.budget, n * (1 + drafted) + offered))
+        budget = max(n, min(limit, n * (1 + drafted) + offered))
         plan = IterationPlan(
             iteration=self._iterations,
             now_s=now_s,
             running=running,
-            depth=draft.depth,
-            width=draft.width,
+            draft=draft,
             budget=budget,
-            branching=draft.branching,
             n_max=shape.n_max,
             weight=shape.weight,
             t_spec_s=self._t_spec(running, draft, budget),
             cap=_limit(cap, draft.depth, shape.deepest),
-            drafting=draft.rows,
-            draft_window=draft.window,
-            draft_sinks=draft.sinks,
             then=then,
         )
         self._iterations += 1
@@ -132,15 +124,15 @@ class BasePolicy:
         window = self.config.draft_windows[0]
         return np.full(n, window) if window else None
 
-    def _draft(self, shape: Shape, n: int, deepest: int) -> Draft:
-        """What ``shape`` drafts for n rows, of which some may have nodes as deep as ``deepest``."""
-        depth = min(shape.depth, deepest, self.config.d_max) if self.config.drafts else 0
-        if not depth or shape.budget <= n:  # only the roots fit: a draft step would be wasted
+    def _within(self, draft: Draft, n: int, deepest: int) -> Draft:
+        """``draft`` for n rows as it is configured, where some may have nodes as deep as ``deepest``."""
+        depth = min(draft.depth, deepest, self.config.d_max) if self.config.drafts else 0
+        if not depth:
             return Draft(0)
-        branching = shape.branching[:depth] if shape.branching else None
-        window = self._fixed_window(n) if shape.window is None else shape.window
+        window = self._fixed_window(n) if draft.window is None else draft.window
         sinks = 0 if window is None else self.config.draft_sinks
-        return Draft(depth, shape.width, branching, shape.drafting, window, sinks)
+        branching = draft.branching and draft.branching[:depth]
+        return replace(draft, depth=depth, branching=branching, window=window, sinks=sinks)
 
     def _draft_context(self, running: RunningBatch, window: IntArray | None) -> Context:
         """What a draft step reads when it is made for all rows."""
@@ -152,11 +144,21 @@ class BasePolicy:
     def _t_spec(self, running: RunningBatch, draft: Draft, budget: int) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
         context, read = self.context(running), self._draft_context(running, draft.window)
-        n = len(running)
-        offered = 0 if running.offered is None else running.offered.n_nodes
-        drafted = draft.depth * draft.width * self.config.drafts
-        tokens = min(budget, n * (1 + drafted) + offered) + running.prefill_tokens
-        return self.costs.iteration_s(n, draft.depth, draft.width, tokens, context, read)
+        tokens = budget + running.prefill_tokens
+        return self.costs.iteration_s(len(running), draft.depth, draft.width, tokens, context, read)
+
+    def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
+        """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1]."""
+        return self._seconds(plan, trees.draft_steps, most)
+
+    def _seconds(self, plan: IterationPlan, steps: int, most: int) -> FloatArray:
+        """The same, for so many draft steps."""
+        running = plan.running
+        tokens = len(running) + running.prefill_tokens
+        seconds = self.costs.verify_curve(tokens, most + 1, self.context(running))
+        seconds += self.costs.draft_s(plan.drafting_rows, steps, plan.draft.width, plan.draft_context)
+        seconds += self.costs.other_s()
+        return seconds
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""

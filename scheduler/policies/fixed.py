@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import IntArray, RunningBatch
-from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
+from adaserve.scheduler.interface import Draft, IntArray, RunningBatch
+from adaserve.scheduler.policies.base import BasePolicy, Shape
 
 
 class FixedPolicy(BasePolicy):
-    """The same tree for every request, verified whole. Only a configured budget caps it."""
+    """The same tree for every request, verified whole."""
 
     def __init__(self, name: str, config: PolicyConfig, branching: tuple[int, ...]) -> None:
         super().__init__(name, config)
         self._branching = branching
-        self._cap = NO_BUDGET if config.budget is None else config.budget
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """Always the same."""
         chain = all(children == 1 for children in self._branching)
         width = 1 if chain else max(self._branching)
-        return Shape(len(self._branching), width, self._cap, branching=None if chain else self._branching)
+        return Shape(Draft(len(self._branching), width, None if chain else self._branching))

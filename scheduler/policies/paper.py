@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import math
 
-from adaserve.scheduler.interface import CandidateTrees, IntArray, IterationPlan, RunningBatch, Selection
+from adaserve.scheduler.interface import (
+    CandidateTrees,
+    Draft,
+    IntArray,
+    IterationPlan,
+    RunningBatch,
+    Selection,
+)
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.selection import best_anywhere, equal_share, path_probability, two_phase
 
@@ -38,7 +45,7 @@ class AdaServePolicy(BasePolicy):
         B1 = B if c.B1 is None else c.B1
         B2 = 0.75 * B if c.B2 is None else c.B2
         depth, width = eurosys_shape(n, B1=B1, B2=B2, c1=c.c1, c2=c.c2, d=(c.d_min, c.d_max), w_max=c.w_max)
-        return Shape(depth, width, B, self._n_max(n, B))
+        return Shape(Draft(depth, width), B, self._n_max(n, B))
 
     def _n_max(self, n: int, B: int) -> int:
         # The authors' public code: int(1.2 B / n) added nodes; at least 1 or the phase does nothing.
@@ -47,7 +54,8 @@ class AdaServePolicy(BasePolicy):
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """SLO phase, then throughput phase (Algorithm 2 lines 9-23)."""
         f = path_probability(trees)
-        deepest = max(plan.depth, int(trees.depth.max(initial=0)))  # candidates that cost no step are deeper
+        # Candidates that cost no step are deeper.
+        deepest = max(plan.draft.depth, int(trees.depth.max(initial=0)))
         return two_phase(trees, f, plan.need, deepest, plan.budget, plan.n_max, plan.cap)
 
 
@@ -58,7 +66,7 @@ class AdaServeV1Policy(AdaServePolicy):
         """d and w of v1; n > B drafts nothing instead of v1's wasted max(1, ...)."""
         n, B = len(running), self.budget
         depth, width = v1_shape(n, B, self.config.d_max, self.config.w_max)
-        return Shape(depth, width, B, self._n_max(n, B))
+        return Shape(Draft(depth, width), B, self._n_max(n, B))
 
 
 class GlobalGreedyPolicy(AdaServePolicy):

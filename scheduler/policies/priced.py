@@ -15,6 +15,7 @@ from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
     Context,
+    Draft,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -22,7 +23,7 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
-from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
+from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.pricing import Priced, best_nodes, price_nodes, uncovered
 from adaserve.scheduler.selection import never_rising, path_probability, within_cap
 from adaserve.scheduler.tables import RequestTable
@@ -118,8 +119,7 @@ class PricedPolicy(BasePolicy):
             drafting = _some_rows(len(running), drafting)
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
             depth = min(deepest, depth + 2)
-        budget = NO_BUDGET if self.config.budget is None else self.config.budget
-        return Shape(depth, width, budget, drafting=drafting, weight=self._weight, window=window)
+        return Shape(Draft(depth, width, rows=drafting, window=window), weight=self._weight)
 
     def _best_window(self, running: RunningBatch) -> IntArray | None:
         """What draft steps read of each row, given what reading so much takes and has brought, [n]."""
@@ -251,7 +251,7 @@ class PricedPolicy(BasePolicy):
     def _learn_surplus(self, plan: IterationPlan, trees: CandidateTrees, worth: FloatArray) -> None:
         """Moves the surplus table towards what this iteration's draft steps were worth beyond the offers.
         ``worth``: of every node, beyond its price, [m]."""
-        n, w, row = len(plan.running), plan.width, trees.row
+        n, w, row = len(plan.running), plan.draft.width, trees.row
         steps = min(trees.draft_steps, self.config.d_max)
         regime = self._regime(plan.running)
         surplus, taught, missed = regime.surplus, regime.taught, regime.missed
@@ -271,7 +271,7 @@ class PricedPolicy(BasePolicy):
         # A level that is drafted after a while tells what all iterations since would have told.
         recent = (1.0 - (1.0 - self.config.surplus_rate) ** (1.0 + missed[:steps, None])) / n
         missed[:steps] = 0
-        missed[steps:] += steps == plan.depth  # else the frontier has told that it brings nothing
+        missed[steps:] += steps == plan.draft.depth  # else the frontier has told that it brings nothing
         rate = rows * np.maximum(recent, 1.0 / (PRIOR_WORTH + taught[:steps, None]))
         seen = surplus[:steps, :w]
         seen[:] = blend(seen, total / np.maximum(rows, 1e-9), rate)
@@ -334,25 +334,19 @@ class PricedPolicy(BasePolicy):
         return priced.selection
 
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
-        """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1]."""
-        if self._prepared is not None and self._prepared[0] is plan and trees.draft_steps == plan.depth:
+        """From ``_prepare``, where nothing has changed since."""
+        if self._prepared is not None and self._prepared[0] is plan and trees.draft_steps == plan.draft.depth:
             return self._prepared[1][: most + 1]
-        return self._seconds(plan, trees.draft_steps, most)
+        return super().seconds(plan, trees, most)
 
     def _seconds(self, plan: IterationPlan, steps: int, most: int) -> FloatArray:
-        """The same, for so many draft steps.
-
-        A prefill chunk in the same forward has to be paid for whatever is drafted, so its time must not make
-        more speculation look worthwhile; but it may have used up the free compute, so the slope is taken
-        behind it.
-        """
-        n, chunk = len(plan.running), plan.running.prefill_tokens
-        context, read = self.context(plan.running), plan.draft_context
-        seconds = self.costs.verify_curve(n + chunk, most + 1, context)
+        """A prefill chunk in the same forward has to be paid for whatever is drafted, so its time must not
+        make more speculation look worthwhile; but it may have used up the free compute, so the slope is taken
+        behind it."""
+        seconds = super()._seconds(plan, steps, most)
+        n, chunk, context = len(plan.running), plan.running.prefill_tokens, self.context(plan.running)
         if chunk:
             seconds -= self.costs.verify_s(n + chunk, context) - self.costs.verify_s(n, context)
-        seconds += self.costs.draft_s(plan.drafting_rows, steps, plan.width, read)
-        seconds += self.costs.other_s()
         return seconds
 
     def _prepare(self) -> None:
@@ -362,7 +356,7 @@ class PricedPolicy(BasePolicy):
         if plan is None:
             return
         running = plan.running
-        self._prepared = plan, self._seconds(plan, plan.depth, plan.budget - len(running))
+        self._prepared = plan, self._seconds(plan, plan.draft.depth, plan.budget - len(running))
         if self.config.calibrate:
             self.calibrator.batch_factors(running.rids, running.slo_class)
 

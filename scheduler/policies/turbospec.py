@@ -13,6 +13,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
+    Draft,
     FloatArray,
     IntArray,
     IterationPlan,
@@ -68,12 +69,10 @@ class TurboSpecPolicy(BasePolicy):
         if self._idle >= self.config.turbo_probe_every:
             self._idle = 0
             return self._chain(n, 1)
-        return Shape(0, deepest=0)
+        return Shape(Draft(0), deepest=0)
 
     def _chain(self, n: int, k: int) -> Shape:
-        full = n * (1 + k)
-        budget = full if self.config.budget is None else min(full, self.config.budget)
-        return Shape(k, 1, budget, deepest=k)
+        return Shape(Draft(k), budget=n * (1 + k), deepest=k)
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The first k tokens of every chain."""

@@ -15,13 +15,14 @@ import numpy as np
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     CandidateTrees,
+    Draft,
     FloatArray,
     IntArray,
     IterationPlan,
     RunningBatch,
     Selection,
 )
-from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
+from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.selection import path_probability, rank, take_prefix
 
 LEAST_SHARE = 0.65
@@ -41,11 +42,10 @@ class UrgencyPolicy(BasePolicy):
     def __init__(self, name: str, config: PolicyConfig, k: int) -> None:
         super().__init__(name, config)
         self._k = k
-        self._budget = NO_BUDGET if config.budget is None else config.budget
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The same chain for all."""
-        return Shape(self._k, 1, self._budget)
+        return Shape(Draft(self._k))
 
     def latency_budget(self, running: RunningBatch, now_s: float, least_s: float) -> float:
         """Seconds that the iteration may take; ``least_s``: without speculation, so who has less is late."""
@@ -57,10 +57,7 @@ class UrgencyPolicy(BasePolicy):
         """Whole chains in the order of urgency, while the iteration's predicted time is within the budget."""
         running, n = plan.running, trees.n_rows
         ranked = rank(trees, path_probability(trees), plan.cap)
-        context = self.context(running)
-        constant = self.costs.other_s()
-        constant += self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, plan.draft_context)
-        seconds = constant + self.costs.verify_curve(n + running.prefill_tokens, trees.n_nodes + 1, context)
+        seconds = self.seconds(plan, trees, trees.n_nodes)
         within = seconds <= self.latency_budget(running, plan.now_s, float(seconds[0]))
         most = int(np.flatnonzero(within)[-1]) if within.any() else 0
         most = min(most, max(0, plan.budget - n))

@@ -40,10 +40,9 @@ class PaceTable:
     slope: float  # of log(tokens) over ease, within a class
 
     def at(self, values: FloatArray, n: int) -> float:
-        """``values`` [k] for n requests; the last slope continues."""
-        beyond = max(0.0, n - self.n[-1])
-        slope = (values[-1] - values[-2]) / (self.n[-1] - self.n[-2])
-        return float(np.interp(n, self.n, values) + beyond * slope)
+        """``values`` [k] for n requests; the last slope continues, where there is more than one size."""
+        slope = float((np.diff(values[-2:]) / np.diff(self.n[-2:])).sum())
+        return float(np.interp(n, self.n, values)) + max(0.0, n - self.n[-1]) * slope
 
     def paces(self, classes: Sequence[str], difficulty: FloatArray) -> FloatArray:
         """Tokens per iteration of n requests, [n]."""

@@ -99,19 +99,19 @@ class PlayedReplica(Replica):
         self, plan: IterationPlan, pick: slice | IntArray
     ) -> tuple[CandidateTrees, Selection, BoolArray, float]:
         n = plan.drafting_rows
-        if plan.depth == 0:
+        if plan.draft.depth == 0:
             trees = CandidateTrees.empty(len(plan.running))
             self._settle()
             return trees, self.policy.select(plan, trees), np.zeros(0, np.bool_), 0.0
         drafted = self.sampler.draft(
-            plan,
+            plan.draft,
             self.rows.difficulty[pick],
             self.rows.bias[pick],
             lambda step, frontier: self.policy.keep_drafting(plan, step, frontier),
         )
         self._settle()
         selection = self.policy.select(plan, drafted.trees)
-        accepted = self.sampler.verify(drafted, selection)
+        accepted = drafted.fate(selection.keep)
         fed = [n, *(n * (s.stop - s.start) for s in drafted.levels[:-1])]  # rows of each draft forward
         latency, read = self.config.latency, plan.draft_context
         seconds = latency.draft_start_s(n, read) + sum(latency.draft_step_s(rows, read) for rows in fed)
@@ -126,7 +126,7 @@ class PlayedReplica(Replica):
             self._settle()
         new, plan, depth = outcome.new_tokens, outcome.plan, int(outcome.trees.depth.max(initial=0))
         self.log.append(
-            (self.now_s, len(new), depth, plan.width, outcome.selection.verify_tokens,
+            (self.now_s, len(new), depth, plan.draft.width, outcome.selection.verify_tokens,
              outcome.prefill_tokens, outcome.total_s, outcome.draft_s, int(new.sum()))
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ from adaserve.scheduler.simulator.replica import Replica, ReplicaConfig
 from adaserve.scheduler.simulator.router import build_router
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren, TreeSampler
 from adaserve.scheduler.simulator.workload import SimRequest
+from adaserve.slo.classes import to_ms
 from adaserve.slo.metrics import RequestRecord
 
 
@@ -112,8 +113,8 @@ def to_record(request: SimRequest) -> RequestRecord:
     record = RequestRecord(
         id=request.rid,
         slo_class=request.slo_class,
-        slo_ttft_ms=_ms(request.ttft_slo_s),
-        slo_tpot_ms=_ms(request.tpot_slo_s),
+        slo_ttft_ms=to_ms(request.ttft_slo_s),
+        slo_tpot_ms=to_ms(request.tpot_slo_s),
         scheduled_s=request.arrival_s,
         sent_s=request.arrival_s,
         first_token_s=request.first_token_s if ended else None,
@@ -128,10 +129,6 @@ def to_record(request: SimRequest) -> RequestRecord:
     )
     record.judge()
     return record
-
-
-def _ms(seconds: float) -> float | None:
-    return None if math.isinf(seconds) else seconds * 1e3
 
 
 def violations(records: Iterable[RequestRecord]) -> float:

@@ -13,10 +13,9 @@ from scipy.stats import beta
 from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
+    Draft,
     FloatArray,
     IntArray,
-    IterationPlan,
-    Selection,
 )
 
 KeepDrafting = Callable[[int, FloatArray], bool]
@@ -148,28 +147,29 @@ class Drafted:
 
 
 class TreeSampler:
-    """Grows beams (or fixed trees) level by level, and walks the verified ones."""
+    """Grows beams (or fixed trees) level by level."""
 
     def __init__(self, source: ChildSource, rng: np.random.Generator) -> None:
         self.source = source
         self._rng = rng
 
     def draft(
-        self, plan: IterationPlan, difficulty: FloatArray, bias: FloatArray, keep_drafting: KeepDrafting
+        self, draft: Draft, difficulty: FloatArray, bias: FloatArray, keep_drafting: KeepDrafting
     ) -> Drafted:
-        """Beam search of plan.width (Algorithm 2 line 8), or plan.branching children per beam."""
-        rows = np.arange(len(difficulty)) if plan.drafting is None else np.flatnonzero(plan.drafting)
+        """Beam search of draft.width (Algorithm 2 line 8), or draft.branching children per beam."""
+        batch = len(difficulty)
+        rows = np.arange(batch) if draft.rows is None else np.flatnonzero(draft.rows)
         difficulty, bias, n = difficulty[rows], bias[rows], len(rows)
         parents, logs, accepts = [], [], []
         frontier, columns, offset = np.zeros((n, 1)), np.full((n, 1), -1), 0
-        for step in range(plan.depth):
-            count = plan.width if plan.branching is None else plan.branching[step]
+        for step in range(draft.depth):
+            count = draft.width if draft.branching is None else draft.branching[step]
             q, p = self.source.children(self._rng, difficulty, bias, frontier.shape[1], count)
             path = (frontier[:, :, None] + np.log(q)).reshape(n, -1)
             above = np.repeat(columns, count, axis=1)
             p = p.reshape(n, -1)
-            if plan.branching is None and path.shape[1] > plan.width:
-                best = np.argsort(-path, axis=1)[:, : plan.width]
+            if draft.branching is None and path.shape[1] > draft.width:
+                best = np.argsort(-path, axis=1)[:, : draft.width]
                 best += (np.arange(n) * path.shape[1])[:, None]
                 path, above, p = path.ravel()[best], above.ravel()[best], p.ravel()[best]
             parents.append(above)
@@ -177,17 +177,13 @@ class TreeSampler:
             accepts.append(p)
             frontier, columns = path, np.arange(offset, offset + path.shape[1])[None, :].repeat(n, axis=0)
             offset += path.shape[1]
-            if step + 1 < plan.depth:
-                asked = np.full((len(plan.running), path.shape[1]), -np.inf)
+            if step + 1 < draft.depth:
+                asked = np.full((batch, path.shape[1]), -np.inf)
                 asked[rows] = path
                 if not keep_drafting(step + 1, asked):
                     break
         luck = self._rng.random((n, len(parents)))
-        return _assemble(len(plan.running), rows, parents, logs, accepts, luck)
-
-    def verify(self, drafted: Drafted, selection: Selection) -> BoolArray:
-        """Accepted nodes, [m]."""
-        return drafted.fate(selection.keep)
+        return _assemble(batch, rows, parents, logs, accepts, luck)
 
 
 def _assemble(

@@ -72,7 +72,6 @@ def test_client(url: str) -> None:
     given = answers.generate(url, [[5], [1, 10]], 3, margins=True)
     assert [a.output_ids for a in given] == [(6, 7, 8), (11, 12, 13)]
     assert given[0].margins == pytest.approx((0.0, 1.0, 0.0))
-    assert all(a.seconds > 0 for a in given)
     pace = answers.pace(url, [[5]] * 4, 10)
     assert pace.ms == pytest.approx(5.0) and pace.accept_length == 9 / 5
     with pytest.raises(ValueError, match="enable-metrics"):
@@ -83,14 +82,12 @@ def test_outputs_are_compared_with_mercy_for_ties(tmp_path: Path) -> None:
     check = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
     check.found.margin_noise = 0.03
     sure = (1.0, 1.0, 1.0)
-    check.found.reference = [Answer((1, 2, 3), 1.0, sure)] * 2 + [
-        Answer((1, 2, 3), 1.0, (1.0, 0.05, 1.0))
-    ] * 2
-    found = check._compare([Answer(ids, 1.0) for ids in [(1, 2, 3), (1, 2, 9), (1, 7, 7), (9, 2, 3)]])
+    check.found.reference = [Answer((1, 2, 3), sure)] * 2 + [Answer((1, 2, 3), (1.0, 0.05, 1.0))] * 2
+    found = check._compare([Answer(ids) for ids in [(1, 2, 3), (1, 2, 9), (1, 7, 7), (9, 2, 3)]])
     assert (found["requests"], found["identical"], found["ties"]) == (4, 1, 1)
     assert found["widest_tie"] == 0.05 and found["tie_margin"] == 0.09
     check.found.margin_noise = 0.01
-    assert check._compare([Answer((1, 7, 7), 1.0)] * 3)["ties"] == 0, "decided, where rounding does so little"
+    assert check._compare([Answer((1, 7, 7))] * 3)["ties"] == 0, "decided, where rounding does so little"
     assert found["different"] == [
         {"prompt": 1, "token": 2, "margin": 1.0}, {"prompt": 3, "token": 0, "margin": 1.0},
     ]  # fmt: skip
@@ -99,11 +96,11 @@ def test_outputs_are_compared_with_mercy_for_ties(tmp_path: Path) -> None:
 def test_margins_say_what_rounding_does() -> None:
     """SGLang against itself: after equal tokens margins differ by rounding, and where tokens change places by
     both of theirs."""
-    right = [Answer((1, 2, 3), 1.0, (1.0, 0.5, 0.4)), Answer((1, 2), 1.0, (0.9, 2.0))]
+    right = [Answer((1, 2, 3), (1.0, 0.5, 0.4)), Answer((1, 2), (0.9, 2.0))]
     assert answers.margin_noise(right, right) == 0.0
-    same = Answer((1, 2, 3), 1.0, (1.01, 0.48, 0.4))
+    same = Answer((1, 2, 3), (1.01, 0.48, 0.4))
     assert answers.margin_noise([same], right) == pytest.approx(0.02)
-    other = Answer((1, 7, 3), 1.0, (1.01, 0.1, 9.0))
+    other = Answer((1, 7, 3), (1.01, 0.1, 9.0))
     assert answers.margin_noise([other, right[1]], right) == pytest.approx(0.6)
 
 
@@ -116,8 +113,8 @@ def test_tpot_is_measured_on_text_that_loops_least(tmp_path: Path, monkeypatch: 
         return Pace(1.0)
 
     monkeypatch.setattr(answers, "pace", pace)
-    monkeypatch.setattr(answers, "generate", lambda *_: [Answer((), 1.0)])
-    loops, text = Answer((1, 2) * 32, 1.0), Answer(tuple(range(64)), 1.0)
+    monkeypatch.setattr(answers, "generate", lambda *_: [Answer(())])
+    loops, text = Answer((1, 2) * 32), Answer(tuple(range(64)))
     made = Check(Pair("t", "d", "cpu"), CheckPlan(batches=(8,), rounds=4), tmp_path, Console(quiet=True))
     made._prompts = [[i] for i in range(64)]
     made.found.reference = [loops, text] * 32
@@ -506,13 +503,13 @@ def test_results_come_back(tmp_path: Path, started: list[FakeServer]) -> None:
     def measured(_: Any) -> None:
         made.found.tpot_ms[PLAIN] = {1: 2.0, 8: 3.0}
         made.found.accept_length["priced"] = {1: 4.5}
-        made.found.reference = [Answer((1, 2), 0.5, (0.25, 1.0))]
+        made.found.reference = [Answer((1, 2), (0.25, 1.0))]
 
     kind = type("Check", (Staged,), {"stages": {f"{PLAIN}:speed": measured}})
     for _ in range(2):
         made = kind(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
         made.run()
-        assert made.found.reference == [Answer((1, 2), 0.5, (0.25, 1.0))]
+        assert made.found.reference == [Answer((1, 2), (0.25, 1.0))]
         assert made.found.tpot_ms == {PLAIN: {1: 2.0, 8: 3.0}}
         assert made.found.accept_length == {"priced": {1: 4.5}}
     assert len(started) == 1
@@ -569,7 +566,7 @@ def everything() -> Findings:
         details={"priced": {1: {}}, "verification": {}},
         mixed={"0.5": {key: {} for key in ("priced", "none", OWN[0])}},
         profiles={"1": {}},
-        reference=[Answer((1,), 0.5)],
+        reference=[Answer((1,))],
         done=done,
         code={stage: ["then"] for stage in done},
     )
@@ -672,7 +669,7 @@ def test_stages_that_other_code_has_measured_are_named(
 def test_a_reference_that_others_were_compared_with_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = iter([[Answer((1,), 1.0, (1.0,))], ServerError("gone"), [Answer((2,), 1.0, (0.5,))]])
+    given = iter([[Answer((1,), (1.0,))], ServerError("gone"), [Answer((2,), (0.5,))]])
 
     def generate(*_: Any, **__: Any) -> list[Answer]:
         if isinstance(made := next(given), ServerError):
@@ -685,7 +682,7 @@ def test_a_reference_that_others_were_compared_with_stays(
     with pytest.raises(ServerError):
         alone._reference_outputs(server)  # type: ignore[arg-type]
     alone._reference_outputs(server)  # type: ignore[arg-type]
-    assert alone.found.reference == [Answer((1,), 1.0, (1.0,))] and alone.found.margin_noise == 1.5
+    assert alone.found.reference == [Answer((1,), (1.0,))] and alone.found.margin_noise == 1.5
 
 
 def test_all_mixed_loads_follow_from_all_of_plain_decoding(tmp_path: Path) -> None:
@@ -760,7 +757,7 @@ def _with_reference(resumed: Any) -> Any:
 
     def resume_with(*words: Any) -> Findings:
         found: Findings = resumed(*words)
-        found.reference = [Answer((1,), 1.0)]
+        found.reference = [Answer((1,))]
         return found
 
     return resume_with
@@ -890,7 +887,7 @@ def test_few_requests_are_asked_more_often(tmp_path: Path, monkeypatch: pytest.M
     def generate(_: str, prompts: list[list[int]], tokens: int) -> list[Answer]:
         assert tokens == 1
         cached.append(prompts)
-        return [Answer((), 1.0)]
+        return [Answer(())]
 
     def pace(_: str, prompts: list[list[int]], __: int) -> Pace:
         assert prompts in cached

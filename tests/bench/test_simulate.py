@@ -18,7 +18,6 @@ from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
 from adaserve.cli import app
 from adaserve.config import MOST_RUNNING, AdaServeConfig
-from adaserve.scheduler.prefill import GATE
 from adaserve.scheduler.profile import Profile
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.run import simulate, violations
@@ -98,7 +97,8 @@ def test_fleets_serve_as_servers_do() -> None:
     """With the gate, prefills and trees of a server, iteration by iteration while the trace is short."""
     latency = hardware_latency("llama-3.1-70b", "a100", 4)
     priced, chain = (SimulatedFleet.of(policy, latency, None, 0) for policy in ("priced", "chain-2"))
-    assert priced.config.replica.prefill.gate == GATE and chain.config.replica.prefill.gate is None
+    assert priced.config.replica.prefill == AdaServeConfig().for_prefills()
+    assert chain.config.replica.prefill.gate is None
     settings = AdaServeConfig().for_policies(latency=latency)
     assert priced.config.policy_config == chain.config.policy_config == settings
     assert priced.config.replica.max_running == MOST_RUNNING

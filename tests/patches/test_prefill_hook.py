@@ -22,6 +22,7 @@ from adaserve.patches.served_worker import Load
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import (
     CandidateTrees,
+    Draft,
     IterationOutcome,
     IterationPlan,
     RunningBatch,
@@ -125,8 +126,8 @@ def test_tight_requests_defer_and_bound_the_chunk() -> None:
 @pytest.mark.parametrize(("osl", "likely"), [(60, 9), (51, 149), (9, 149), (1000, 149), (None, None)])
 def test_an_expected_length_counts_until_it_proves_wrong(osl: int | None, likely: int | None) -> None:
     state = RequestState("r0", "coding", 0.02, NOW, 50, generated=[1] * 51, osl=osl)
-    batch = running_batch([Request("r0")], [state], np.zeros(1, np.int64), 5, OutputLengths())
-    assert batch.remaining_tokens.tolist() == [149] and batch.max_depth.tolist() == [5]
+    batch = running_batch([Request("r0")], [state], OutputLengths())
+    assert batch.remaining_tokens.tolist() == [149] and batch.max_depth.tolist() == [0]
     assert (batch.likely_tokens is None) if likely is None else batch.tokens_ahead.tolist() == [likely]
 
 
@@ -139,7 +140,7 @@ def test_what_answers_of_the_class_brought_counts_where_the_client_said_nothing(
         lengths.add("coding", 80, cut=False)
     state = RequestState("r0", "coding", 0.02, NOW, 50, generated=[1] * 51, osl=osl)
     other = replace(state, slo_class="chat", osl=None)
-    batch = running_batch([Request("r0"), Request("r1")], [state, other], np.zeros(2, np.int64), 5, lengths)
+    batch = running_batch([Request("r0"), Request("r1")], [state, other], lengths)
     assert batch.tokens_ahead.tolist() == [likely, 149] and batch.remaining_tokens.tolist() == [149, 149]
 
 
@@ -414,7 +415,7 @@ def decoded(end_s: float) -> IterationOutcome:
     running = RunningBatch(("r0", "r1"), ("c", "c"), zeros, zeros, one, one, one, one, zeros)
     selection = Selection(np.zeros(0, np.bool_), 0 * one, 0 * one, np.ones(2))
     return IterationOutcome(
-        IterationPlan(0, 0.0, running, 0, 0, 2), CandidateTrees.empty(2), selection,
+        IterationPlan(0, 0.0, running, Draft(0), 2), CandidateTrees.empty(2), selection,
         np.zeros(0, np.bool_), one, end_s, draft_s=0.0, select_s=0.0, verify_s=0.04, total_s=0.04,
     )  # fmt: skip
 

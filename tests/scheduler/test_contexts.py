@@ -9,7 +9,7 @@ import pytest
 from sched_factories import beam_trees, outcome, running
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import CandidateTrees, Context, IterationPlan
+from adaserve.scheduler.interface import Context, IterationPlan
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.policies.base import BasePolicy
@@ -43,7 +43,7 @@ class Host:
     def _iterate(self, length: int) -> IterationPlan:
         n, context = self.n, Context(float(self.n * length), self.n)
         plan = self.policy.plan(running(n, context_tokens=length, remaining_tokens=10_000), 1.0)
-        trees = beam_trees(n, plan.depth, plan.width) if plan.depth else CandidateTrees.empty(n)
+        trees = beam_trees(n, plan.draft.depth, plan.draft.width)
         selection = self.policy.select(plan, trees)
         accepted = np.zeros(trees.n_nodes, np.bool_)
         for r in range(n):
@@ -52,7 +52,7 @@ class Host:
                 below = trees.parent[node] == path and selection.keep[node]
                 if below and self.rng.random() < ACCEPTANCE:
                     accepted[node], path = True, node - first
-        draft_s = self.truth.draft_s(n, trees.draft_steps, plan.width, context)
+        draft_s = self.truth.draft_s(n, trees.draft_steps, plan.draft.width, context)
         verify_s = self.truth.verify_s(selection.verify_tokens, context) * (
             1 + abs(self.rng.normal(0, NOISE))
         )
@@ -66,7 +66,7 @@ class Host:
     def depth(self, length: int) -> float:
         """Mean depth once the costs are known."""
         self.serve(length, 300)
-        return float(np.mean([p.depth for p in self.serve(length, 200)]))
+        return float(np.mean([p.draft.depth for p in self.serve(length, 200)]))
 
     def speedup(self, length: int) -> float:
         """Tokens per second over those of plain decoding, once the costs are known."""

@@ -15,7 +15,7 @@ from sched_factories import beam_trees, outcome, running
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.cost_table import PATIENCE_S, CostTable
 from adaserve.scheduler.costs import FirstStep, LearnedCosts, LearnedForward
-from adaserve.scheduler.interface import CandidateTrees, Context, IterationOutcome
+from adaserve.scheduler.interface import CandidateTrees, Context, Draft, IterationOutcome
 from adaserve.scheduler.latency import (
     ForwardCost,
     LatencyModel,
@@ -280,7 +280,7 @@ START = LatencyModel(ForwardCost(2e-4, per_token_s=1e-5), STEPPED, 1e-3)
 def served(n: int, depth: int, width: int, **times: float) -> IterationOutcome:
     """An iteration that verified everything it drafted."""
     policy = build_policy("none", PolicyConfig(latency=START))
-    plan = replace(policy.plan(running(n), 1.0), depth=depth, width=width, budget=n * (1 + depth * width))
+    plan = replace(policy.plan(running(n), 1.0), draft=Draft(depth, width), budget=n * (1 + depth * width))
     trees = beam_trees(n, depth, width) if depth else CandidateTrees.empty(n)
     selection = policy.select(plan, trees)
     cost = START.verify_s(float(selection.verify_tokens), Context(512.0))

@@ -11,7 +11,7 @@ import pytest
 from sched_factories import beam_trees, kept_sets, running
 
 from adaserve.scheduler import figure5
-from adaserve.scheduler.interface import IterationPlan
+from adaserve.scheduler.interface import Draft, IterationPlan
 
 PAGE = Path(__file__).parents[2] / "docs" / "policy.md"
 
@@ -27,7 +27,7 @@ def test_figure_5():
 
 def test_figure_5_needs_follow_from_time():
     batch = figure5.batch(100.0)
-    plan = IterationPlan(0, 100.0, batch, depth=5, width=2, budget=figure5.BUDGET, t_spec_s=figure5.T_SPEC_S)
+    plan = IterationPlan(0, 100.0, batch, draft=Draft(5, 2), budget=figure5.BUDGET, t_spec_s=figure5.T_SPEC_S)
     assert plan.need == pytest.approx([1.6, 1.8])
 
 

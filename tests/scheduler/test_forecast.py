@@ -9,7 +9,7 @@ import pytest
 from sched_factories import outcome, running, trees_from
 
 from adaserve.scheduler.forecast import Outlook, predicted_wait_s
-from adaserve.scheduler.interface import IterationPlan, Selection
+from adaserve.scheduler.interface import Draft, IterationPlan, Selection
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch
 from adaserve.scheduler.pressure import Pressure, Stakes
@@ -31,7 +31,7 @@ def iteration(classes, tokens, cycle_s, total_s=0.5, kept=0, decoded=1):
     n = len(classes)
     batch = running(n, slo_class=tuple(classes), context_tokens=0, decoded_tokens=decoded)
     trees = trees_from([[(-1, 0.9)] * kept for _ in range(n)])
-    plan = IterationPlan(0, 0.0, batch, int(kept > 0), 1, n * (1 + kept))
+    plan = IterationPlan(0, 0.0, batch, Draft(int(kept > 0)), n * (1 + kept))
     counts = np.full(n, kept)
     selection = Selection(np.ones(n * kept, np.bool_), counts, counts, np.ones(n))
     made = outcome(plan, trees, selection, np.zeros(n * kept, np.bool_))

@@ -15,6 +15,7 @@ from adaserve.scheduler.interface import (
     MODEL,
     SECOND_MODEL,
     CandidateTrees,
+    Draft,
     IterationOutcome,
     RunningBatch,
     Selection,
@@ -67,7 +68,7 @@ def test_offers_are_verified_where_nothing_can_be_drafted(name: str) -> None:
     policy = build_policy(name, PolicyConfig(latency=CHEAP, drafts=0))
     trees = offers([0.9, 0.9, 0.9], [0.9])
     plan = policy.plan(offered_to(2, trees), 1.0)
-    assert plan.depth == 0 and plan.budget >= 2 + trees.n_nodes
+    assert plan.draft.depth == 0 and plan.budget >= 2 + trees.n_nodes
     selection = policy.select(plan, trees)
     assert selection.keep.all() and selection.counts.tolist() == [3, 1]
 
@@ -78,7 +79,7 @@ def test_priced_verifies_offers_where_drafting_does_not_pay() -> None:
         plan = policy.plan(offered_to(2, offers([0.9, 0.9], [0.8])), 1.0)
         selection = policy.select(plan, offers([0.9, 0.9], [0.8]))
         assert selection.counts.tolist() == [2, 1]
-    assert plan.depth == 0 or plan.iteration % 16 == 15
+    assert plan.draft.depth == 0 or plan.iteration % 16 == 15
 
 
 def test_offers_are_weighed_by_what_their_requests_need() -> None:
@@ -113,11 +114,11 @@ def test_priced_drafts_less_where_offers_are_sure() -> None:
         return policy.plan(offered_to(len(rows), offers(*rows)), 1.0)
 
     without = build_policy("priced", PolicyConfig(latency=CHEAP)).plan(running(2), 1.0)
-    assert without.depth > 0 and without.drafting is None
-    assert plan(sure, sure).depth == 0
+    assert without.draft.depth > 0 and without.draft.rows is None
+    assert plan(sure, sure).draft.depth == 0
     mixed = plan(sure, unsure)
-    assert mixed.depth > 0 and mixed.drafting is not None
-    assert mixed.drafting.tolist() == [False, True] and mixed.drafting_rows == 1
+    assert mixed.draft.depth > 0 and mixed.draft.rows is not None
+    assert mixed.draft.rows.tolist() == [False, True] and mixed.drafting_rows == 1
 
 
 def test_drafting_pays_beyond_sure_offers() -> None:
@@ -126,7 +127,7 @@ def test_drafting_pays_beyond_sure_offers() -> None:
     quick = LatencyModel(ForwardCost(4e-4), ForwardCost(1e-2, per_token_s=1e-5), 1e-3)
     for latency, drafts in ((quick, True), (DEAR, False)):
         plan = build_policy("priced", PolicyConfig(latency=latency)).plan(batch, 1.0)
-        assert (plan.depth > 2) == drafts and (plan.depth == 0) != drafts
+        assert (plan.draft.depth > 2) == drafts and (plan.draft.depth == 0) != drafts
 
 
 def test_a_level_that_was_not_drafted_of_late_pays_for_none_above_it() -> None:
@@ -134,10 +135,10 @@ def test_a_level_that_was_not_drafted_of_late_pays_for_none_above_it() -> None:
     policy = build_policy("priced", PolicyConfig(latency=CHEAP))
     assert isinstance(policy, PricedPolicy)
     batch = running(4, tpot_slo_s=np.inf)
-    assert policy.plan(batch, 1.0).depth > 0
+    assert policy.plan(batch, 1.0).draft.depth > 0
     for regime in policy._regimes.values():
         regime.surplus[0] = 0.0
-    assert policy.plan(batch, 1.0).depth == 0
+    assert policy.plan(batch, 1.0).draft.depth == 0
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -146,7 +147,7 @@ def test_probes_leave_out_rows_whose_offers_are_sure(every: int) -> None:
     policy = build_policy("priced", PolicyConfig(latency=latency, least_gain=50.0))
     sure = np.arange(32) % every == 0
     batch = offered_to(32, offers(*([1.0] * 8 if s else [] for s in sure)))
-    probes = [p.drafting for p in (policy.plan(batch, 1.0) for _ in range(64)) if p.depth]
+    probes = [p.draft.rows for p in (policy.plan(batch, 1.0) for _ in range(64)) if p.draft.depth]
     assert bool(probes) == (not sure.all())
     assert all(rows is not None and rows.sum() == 8 and not rows[sure].any() for rows in probes)
 
@@ -193,7 +194,7 @@ def test_the_worth_of_levels_counts_what_only_the_draft_had() -> None:
         policy = build_policy("priced", PolicyConfig(latency=CHEAP, surplus_rate=0.5))
         assert isinstance(policy, PricedPolicy)
         for _ in range(64):
-            plan = replace(policy.plan(running(1), 1.0), depth=1, width=1)
+            plan = replace(policy.plan(running(1), 1.0), draft=Draft(1))
             trees = replace(beam_trees(1, 1, len(source)), source=np.array(source))
             selection = policy.select(plan, trees)
             policy.observe(outcome_of(plan, trees, selection))
@@ -239,7 +240,7 @@ def test_turbospec_verifies_as_much_of_a_fixed_proposal_as_pays(monkeypatch: pyt
         policy = build_policy("turbospec", PolicyConfig(latency=latency, drafts=0))
         monkeypatch.setattr(AcceptanceRate, "value", rate)
         plan = policy.plan(offered_to(2, trees), 1.0)
-        assert plan.depth == 0
+        assert plan.draft.depth == 0
         kept.append(policy.select(plan, trees).counts.tolist())
     assert kept[0] == [6, 2] and 0 < kept[1][0] < 6 and kept[2] == [0, 0]
 

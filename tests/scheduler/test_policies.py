@@ -13,7 +13,7 @@ from sched_factories import outcome, running, trees_from
 
 from adaserve.scheduler.acceptance import AcceptanceRate, expected_accept_length
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import CandidateTrees, IterationPlan
+from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.paper import eurosys_shape, v1_shape
@@ -28,10 +28,10 @@ NAMES = [n.replace("-K", "-3") for n in policy_names()]
 
 def drafted(plan: IterationPlan, seed: int = 0) -> CandidateTrees:
     n = len(plan.running)
-    if plan.depth == 0:
+    if plan.draft.depth == 0:
         return CandidateTrees.empty(n)
     sampler = TreeSampler(SyntheticChildren(), np.random.default_rng(seed))
-    return sampler.draft(plan, np.full(n, 0.7), np.zeros(n), lambda step, frontier: True).trees
+    return sampler.draft(plan.draft, np.full(n, 0.7), np.zeros(n), lambda step, frontier: True).trees
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,7 +44,7 @@ def test_plans_and_selections_are_valid(name, n, budget):
         plan = policy.plan(batch, 1.0 + i)
         assert plan.iteration == i
         if plan.budget <= n or (budget is not None and budget <= n):
-            assert plan.depth == 0
+            assert plan.draft.depth == 0
         trees = drafted(plan, i)
         selection = policy.select(plan, trees)
         assert selection.verify_tokens <= max(n, plan.budget, n if budget is None else budget)
@@ -138,7 +138,7 @@ def test_shape_rules_of_both_papers():
 
 def test_fixed_tree_has_the_shape_of_specinfer():
     plan = build_policy("fixed-tree").plan(running(2), 1.0)
-    assert plan.branching == (1, 1, 3, 1, 1, 1, 1, 1)
+    assert plan.draft.branching == (1, 1, 3, 1, 1, 1, 1, 1)
     assert np.diff(drafted(plan).row_start).tolist() == [20, 20]
 
 
@@ -176,7 +176,7 @@ class TestTurboSpec:
             build_policy("turbospec", PolicyConfig(latency=latency, d_max=d)).plan(running(1), 0.0)
             for d in (8, 2)
         ]
-        assert [plan.depth for plan in plans] == [8, 0]
+        assert [plan.draft.depth for plan in plans] == [8, 0]
 
     def costly(self) -> PolicyConfig:
         """Compute-bound target and dear draft: speculation never pays."""
@@ -184,7 +184,7 @@ class TestTurboSpec:
 
     def test_off_when_it_does_not_pay_and_probes_to_come_back(self):
         policy = build_policy("turbospec", self.costly())
-        depths = [policy.plan(running(4), float(i)).depth for i in range(64)]
+        depths = [policy.plan(running(4), float(i)).draft.depth for i in range(64)]
         assert depths.count(1) == 2 and depths.count(0) == 62
 
     def test_draft_prefill_stops_above_the_threshold_and_resets(self):
@@ -205,12 +205,12 @@ class TestTurboSpec:
                 trees = drafted(plan)
                 selection = policy.select(plan, trees)
                 rng = np.random.default_rng(i)
-                chain = rng.random((4, max(plan.depth, 1))).cumprod(axis=1) * 0 + (
-                    rng.random((4, max(plan.depth, 1))) < hit
+                chain = rng.random((4, max(plan.draft.depth, 1))).cumprod(axis=1) * 0 + (
+                    rng.random((4, max(plan.draft.depth, 1))) < hit
                 )
-                accepted = np.cumprod(chain, axis=1)[:, : plan.depth].astype(bool).ravel()
+                accepted = np.cumprod(chain, axis=1)[:, : plan.draft.depth].astype(bool).ravel()
                 policy.observe(outcome(plan, trees, selection, accepted))
-            depths.append(policy.plan(running(4), 999.0).depth)
+            depths.append(policy.plan(running(4), 999.0).draft.depth)
         assert depths[0] < depths[1]
 
 
@@ -234,7 +234,7 @@ class TestPriced:
             latency = LatencyModel(ForwardCost(1e-4), ForwardCost(0.03, per_token_s=per_token_s))
             policy = build_policy("priced", PolicyConfig(latency=latency))
             plan = policy.plan(running(8), 1.0)
-            kept.append(policy.select(plan, drafted(plan)).keep.sum() if plan.depth else 0)
+            kept.append(policy.select(plan, drafted(plan)).keep.sum() if plan.draft.depth else 0)
         assert kept[0] > 8 * 5 and kept[1] < 8
 
     def test_selection_is_the_best_prefix(self):
@@ -246,7 +246,7 @@ class TestPriced:
         assert plan.weight is not None
         value = np.sort(np.exp(trees.logprob) * np.repeat(plan.weight, np.diff(trees.row_start)))[::-1]
         latency, c = policy.config.latency, policy.context(plan.running)
-        draft = latency.draft_s(6, plan.depth, plan.width, c)
+        draft = latency.draft_s(6, plan.draft.depth, plan.draft.width, c)
         total = plan.weight.sum() + np.concatenate([[0.0], np.cumsum(value)])
         rate = total / (draft + latency.verify_s(6.0 + np.arange(len(total)), c))
         assert selection.keep.sum() == int(np.argmax(rate))
@@ -274,7 +274,7 @@ class TestPriced:
         widths = []
         for i in range(160):
             plan = policy.plan(running(8), 1.0 + i)
-            depth, width = min(2, plan.depth), plan.width
+            depth, width = min(2, plan.draft.depth), plan.draft.width
             f = np.full((depth, width), 1e-3)
             f[:, 0] = 0.9 ** np.arange(1, depth + 1)
             trees = below_the_best(8, f)
@@ -290,7 +290,7 @@ class TestPriced:
         policy, f = build_policy("priced", config), np.array([[0.9, 0.3, 0.1], [0.6, 0.2, 0.05]])
         assert isinstance(policy, PricedPolicy)
         for _ in range(30):
-            plan = replace(policy.plan(running(16, tpot_slo_s=math.inf), 1.0), depth=2, width=3)
+            plan = replace(policy.plan(running(16, tpot_slo_s=math.inf), 1.0), draft=Draft(2, 3))
             trees = below_the_best(16, f)
             selection = policy.select(plan, trees)
             policy.observe(outcome(plan, trees, selection, selection.keep))
@@ -302,13 +302,13 @@ class TestPriced:
         depths = []
         for _ in range(iterations):
             plan = policy.plan(running(n, tpot_slo_s=math.inf), 1.0)
-            f = np.zeros((plan.depth, plan.width)) + 1e-3
-            f[:, 0] = share ** np.arange(1, plan.depth + 1)
-            trees = below_the_best(n, f) if plan.depth else CandidateTrees.empty(n)
+            f = np.zeros((plan.draft.depth, plan.draft.width)) + 1e-3
+            f[:, 0] = share ** np.arange(1, plan.draft.depth + 1)
+            trees = below_the_best(n, f) if plan.draft.depth else CandidateTrees.empty(n)
             selection = policy.select(plan, trees)
             good = selection.keep & (np.random.default_rng(plan.iteration).random(trees.n_nodes) < share)
             policy.observe(outcome(plan, trees, selection, good))
-            depths.append(plan.depth)
+            depths.append(plan.draft.depth)
         return depths
 
     @pytest.mark.parametrize("n", [1, 8, 32])
@@ -341,7 +341,7 @@ class TestPriced:
         assert isinstance(policy, PricedPolicy)
         assert min(self.played(policy, 8, 0.9, 60)[-32:]) >= 4
         policy.costs.verify.sizes.slowdown = 4.0
-        assert policy.plan(running(8, tpot_slo_s=math.inf), 1.0).depth >= 4
+        assert policy.plan(running(8, tpot_slo_s=math.inf), 1.0).draft.depth >= 4
 
     def test_what_costs_say_is_worked_out_while_a_device_drafts(self, monkeypatch):
         """Under overlap: an iteration is observed between the next one's plan and its selection."""
@@ -357,12 +357,12 @@ class TestPriced:
                     policy.observe(pending)
                     most = plan.budget - 8
                     told = policy.seconds(plan, trees, most)
-                    assert told.tolist() == policy._seconds(plan, plan.depth, most).tolist()
+                    assert told.tolist() == policy._seconds(plan, plan.draft.depth, most).tolist()
                     patch.setattr(policy.costs, "verify_curve", None)
                 selection = policy.select(plan, trees)
             times = {"draft_s": 1e-3 * (1 + i % 3), "verify_s": 7e-3 * (1 + i % 2)}
             pending = outcome(plan, trees, selection, selection.keep & (trees.depth == 1), **times)
-        stopped = replace(plan, depth=plan.depth + 1)
+        stopped = replace(plan, draft=Draft(plan.draft.depth + 1))
         monkeypatch.setattr(policy, "_prepared", (stopped, policy.seconds(plan, trees, 0)))
         assert len(policy.seconds(stopped, trees, 5)) == 6, "drafted less than was planned"
 
@@ -373,7 +373,7 @@ class TestPriced:
             build_policy("priced", PolicyConfig(latency=latency, d_max=d)).plan(running(1), 0.0)
             for d in (8, 2)
         ]
-        assert [plan.depth > 0 for plan in plans] == [True, False]
+        assert [plan.draft.depth > 0 for plan in plans] == [True, False]
 
     @pytest.mark.parametrize(("least_gain", "drafts"), [(0.0, True), (50.0, False)])
     def test_little_gain_is_not_worth_a_tree(self, least_gain, drafts):
@@ -386,7 +386,7 @@ class TestPriced:
             trees = drafted(plan, i)
             selection = policy.select(plan, trees)
             policy.observe(outcome(plan, trees, selection, selection.keep & (trees.depth == 1)))
-            depths.append(plan.depth)
+            depths.append(plan.draft.depth)
         assert (depths.count(0) == 0) if drafts else (0 < 64 - depths.count(0) <= 4)
 
     def test_an_iteration_that_drafts_nothing_is_worth_the_weights_of_its_requests(self):
@@ -398,7 +398,7 @@ class TestPriced:
         batch, nothing = running(32, tpot_slo_s=0.15), CandidateTrees.empty(32)
         for _ in range(3):
             plan = policy.plan(batch, 1.0)
-            assert plan.depth == 0 and plan.weight is not None and plan.weight.min() > 2
+            assert plan.draft.depth == 0 and plan.weight is not None and plan.weight.min() > 2
             policy.select(plan, nothing)
         (regime,) = policy._regimes.values()
         assert regime.rate.value == pytest.approx(plan.weight.sum() / policy.seconds(plan, nothing, 0)[0])
@@ -406,7 +406,7 @@ class TestPriced:
     def test_probes_in_vain_get_rarer_but_never_end(self):
         latency = LatencyModel(ForwardCost(4e-4), ForwardCost(0.03, per_token_s=1e-5))
         policy = build_policy("priced", PolicyConfig(latency=latency, least_gain=50.0, early_stop=True))
-        probes = [i for i in range(800) if policy.plan(running(4), 1.0).depth]
+        probes = [i for i in range(800) if policy.plan(running(4), 1.0).draft.depth]
         assert probes[0] == 15 and np.diff(probes).tolist() == [32, 32, 64, 128, 128, 128, 128, 128]
 
     def test_a_probe_in_vain_drafts_for_a_few(self):
@@ -417,10 +417,10 @@ class TestPriced:
         for i in range(160):
             plan = policy.plan(running(32), 1.0 + i)
             trees = drafted(plan, i)
-            assert (np.diff(trees.row_start) > 0).sum() == (plan.drafting_rows if plan.depth else 0)
+            assert (np.diff(trees.row_start) > 0).sum() == (plan.drafting_rows if plan.draft.depth else 0)
             selection = policy.select(plan, trees)
             policy.observe(outcome(plan, trees, selection, selection.keep & (trees.depth == 1)))
-            drafted_for += [plan.drafting_rows] if plan.depth else []
+            drafted_for += [plan.drafting_rows] if plan.draft.depth else []
         assert drafted_for and set(drafted_for) == {8}
 
     def test_a_probe_verifies_nothing_that_cannot_be_accepted(self):
@@ -445,10 +445,11 @@ class TestPriced:
         plan = policy.plan(running(32), 1.0)
         few = np.arange(32) % 8 == 0
         frontier = np.where(few[:, None], np.log(0.9), -np.inf)
-        assert policy.keep_drafting(replace(plan, drafting=few), 1, frontier)
+        some = replace(plan, draft=replace(plan.draft, rows=few))
+        assert policy.keep_drafting(some, 1, frontier)
         assert not policy.keep_drafting(plan, 1, frontier)
         frontier[~few] = math.nan
-        assert policy.keep_drafting(replace(plan, drafting=few), 1, frontier), "others go on"
+        assert policy.keep_drafting(some, 1, frontier), "others go on"
 
     def test_rows_that_may_not_speculate_count_for_nothing(self):
         """A step takes 3 ms of 10: it pays if most of the rows have a use for it."""
@@ -456,7 +457,7 @@ class TestPriced:
         for on, drafts in ((8, True), (6, True), (1, False)):
             batch = running(8, tpot_slo_s=math.inf, max_depth=np.where(np.arange(8) < on, 16, 0))
             plan = build_policy("priced", PolicyConfig(latency=latency)).plan(batch, 1.0)
-            assert (plan.depth > 0) == drafts and plan.drafting_rows == (on if drafts else 8)
+            assert (plan.draft.depth > 0) == drafts and plan.drafting_rows == (on if drafts else 8)
 
     def test_probes_go_on_beside_rows_that_may_not_speculate(self):
         """However little drafts were worth of late."""
@@ -467,11 +468,11 @@ class TestPriced:
         policy.plan(batch, 1.0)
         for regime in policy._regimes.values():
             regime.surplus[:] = 0.0
-        probes = [p.drafting for p in (policy.plan(batch, 1.0) for _ in range(32)) if p.depth]
+        probes = [p.draft.rows for p in (policy.plan(batch, 1.0) for _ in range(32)) if p.draft.depth]
         assert [rows.tolist() for rows in probes] == [[False, True, True, True]]
 
     def test_one_level_is_drafted_where_no_more_is_allowed(self):
-        assert build_policy("priced").plan(running(4, max_depth=1), 1.0).depth == 1
+        assert build_policy("priced").plan(running(4, max_depth=1), 1.0).draft.depth == 1
 
     def test_requests_in_the_balance_weigh_most(self):
         policy = build_policy("priced")

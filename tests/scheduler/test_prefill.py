@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sched_factories import running
 
+from adaserve.config import AdaServeConfig
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.prefill import (
@@ -24,7 +25,6 @@ from adaserve.scheduler.prefill import (
     looked_at,
     plan_prefill,
     prefill_s,
-    served_prefill,
     slack_tokens,
     tpot_to_meet_s,
 )
@@ -745,8 +745,9 @@ def test_prompts_share_forwards_where_a_forward_costs_much_in_any_case():
         replace(r, prompt_tokens=20 + 37 * i % 300, output_tokens=64, cap_tokens=64, ttft_slo_s=math.inf)
         for i, r in enumerate(make_requests(trace, SLOConfig(), 0.0049, text, 0))
     ]
+    served = AdaServeConfig().for_prefills(chunk_tokens=2048)
     replica = ReplicaConfig(
-        latency, max_running=64, prefill_mode="exclusive", prefill=served_prefill(2048),
+        latency, max_running=64, prefill_mode="exclusive", prefill=served,
         exclusive_tokens=2048, prefill_cost=ForwardCost(0.054, per_token_s=1.6e-5),
     )  # fmt: skip
     result = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency, d_max=5)))

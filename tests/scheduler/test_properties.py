@@ -15,7 +15,7 @@ from sched_factories import beam_trees, kept_sets, outcome, running, tree_rows, 
 
 from adaserve.scheduler.calibration import CEILING, N_BINS
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch
+from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan, RunningBatch
 from adaserve.scheduler.latency import ForwardCost, LatencyModel, TableCost
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.base import BasePolicy
@@ -64,7 +64,7 @@ def planned(name: str, batch: RunningBatch, trees: CandidateTrees, budget: int |
     depth = int(trees.depth.max(initial=0))
     cap = np.minimum(batch.max_depth, batch.remaining_tokens - 1)
     room = len(batch) + trees.n_nodes if budget is None else budget
-    return policy, replace(plan, depth=depth, width=max(1, plan.width), budget=room, cap=cap, branching=None)
+    return policy, replace(plan, draft=Draft(depth, plan.draft.width), budget=room, cap=cap)
 
 
 @settings(max_examples=150, deadline=None)
@@ -118,11 +118,7 @@ def test_the_order_of_requests_does_not_matter(name, n, depth, width, data):
     budget = data.draw(st.one_of(st.none(), st.integers(n, n * (1 + depth * width))))
     one_policy, one_plan = planned(name, batch, trees, budget)
     two_policy, two_plan = planned(name, shuffled, swapped, budget)
-    assert (one_plan.depth, one_plan.width, one_plan.budget) == (
-        two_plan.depth,
-        two_plan.width,
-        two_plan.budget,
-    )
+    assert (one_plan.draft, one_plan.budget) == (two_plan.draft, two_plan.budget)
     one, two = one_policy.select(one_plan, trees), two_policy.select(two_plan, swapped)
     if len(set(np.minimum(one_plan.need, depth + 1.0))) == n or one.counts.sum() < one_plan.budget - n:
         # Equally needy requests are served in the order they stand in: a tie.
@@ -212,7 +208,7 @@ def test_priced_buys_the_best_prefix_of_calibrated_values(rows, data):
     assert isinstance(policy, PricedPolicy)
     for _ in range(data.draw(st.integers(1, 12))):
         plan = policy.plan(batch, 1.0)
-        plan = replace(plan, depth=int(trees.depth.max(initial=0)), budget=n + trees.n_nodes, cap=None)
+        plan = replace(plan, draft=Draft(int(trees.depth.max(initial=0))), budget=n + trees.n_nodes, cap=None)
         factors = policy.calibrator.batch_factors(batch.rids, batch.slo_class)
         f = literal_values(trees, factors)
         assert policy.values(plan, trees) == pytest.approx(f)
@@ -236,7 +232,7 @@ def test_priced_buys_the_best_prefix_of_calibrated_values(rows, data):
 def test_more_requests_than_budget_draft_nothing(name):
     policy = build(name, PolicyConfig(budget=4))
     plan = policy.plan(running(6), 1.0)
-    assert plan.depth == 0
+    assert plan.draft.depth == 0
     selection = policy.select(plan, CandidateTrees.empty(6))
     assert selection.verify_tokens == 6 and selection.expected_tokens.tolist() == [1.0] * 6
 
@@ -283,7 +279,7 @@ def test_long_runs_stay_sane_whatever_happens(name, data):
         n = data.draw(st.integers(1, 20))
         batch = replace(running(n, max_depth=4), rids=tuple(f"r{i % 3}-{j}" for j in range(n)))
         plan = policy.plan(batch, now)
-        trees = beam_trees(n, plan.depth, plan.width, i) if plan.depth else CandidateTrees.empty(n)
+        trees = beam_trees(n, plan.draft.depth, plan.draft.width, i)
         selection = policy.select(plan, trees)
         assert np.isfinite(selection.expected_tokens).all()
         accepted = np.zeros(trees.n_nodes, np.bool_)
@@ -293,7 +289,7 @@ def test_long_runs_stay_sane_whatever_happens(name, data):
         policy.observe(outcome(plan, trees, selection, accepted, verify_s=seconds, draft_s=seconds))
         if rng.random() < 0.3:
             policy.forget(batch.rids[0])
-    assert isinstance(plan, IterationPlan) and plan.depth >= 0
+    assert isinstance(plan, IterationPlan) and plan.draft.depth >= 0
 
 
 def test_priced_survives_a_latency_that_falls_with_tokens():
@@ -303,5 +299,5 @@ def test_priced_survives_a_latency_that_falls_with_tokens():
     plan = policy.plan(running(2), 1.0)
     trees = beam_trees(2, 3, 2)
     trees.logprob[6:] = -math.inf
-    plan = replace(plan, depth=3, width=2, budget=100, cap=None)
+    plan = replace(plan, draft=Draft(3, 2), budget=100, cap=None)
     assert not policy.select(plan, trees).keep[6:].any()

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sched_factories import running
 
+from adaserve.config import AdaServeConfig
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import Context, IterationPlan, Selection
+from adaserve.scheduler.interface import Context, Draft, IterationPlan, Selection
 from adaserve.scheduler.policies import build_policy
-from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch, plan_prefill, served_prefill
+from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch, plan_prefill
 from adaserve.scheduler.pressure import RecentWork
 from adaserve.scheduler.replay import FLUSH_EVERY, Recorder, ReplayError, read_recording, replay
 from adaserve.scheduler.simulator.capacity import min_replicas
@@ -37,6 +38,7 @@ from adaserve.slo.classes import SLOConfig
 
 LATENCY = hardware_latency("llama-3.1-70b", "a100", 4)
 MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+SERVED = AdaServeConfig().for_prefills(chunk_tokens=256)
 
 
 def requests(n=60, rate=3.0, seed=0):
@@ -142,13 +144,13 @@ def test_sampler_accepts_as_often_as_it_says():
     sampler = TreeSampler(SyntheticChildren(miscalibration=0.0), np.random.default_rng(0))
     n = 400
     plan = build_policy("adaserve").plan(running(n, max_depth=4), 1.0)
-    plan = replace(plan, depth=3, width=2, budget=10 * n)
+    plan = replace(plan, draft=Draft(3, 2), budget=10 * n)
     expected = seen = 0.0
     for _ in range(20):
-        drafted = sampler.draft(plan, np.full(n, 0.7), np.zeros(n), lambda s, f: True)
+        drafted = sampler.draft(plan.draft, np.full(n, 0.7), np.zeros(n), lambda s, f: True)
         m = drafted.trees.n_nodes
         everything = Selection(np.ones(m, np.bool_), np.full(n, m // n), np.zeros(n, np.int64), np.ones(n))
-        accepted = sampler.verify(drafted, everything)
+        accepted = drafted.fate(everything.keep)
         expected += float(np.exp(drafted.trees.logprob).sum())
         seen += float(accepted.sum())
         assert (accepted.reshape(n, -1).sum(axis=1) <= 3).all()
@@ -296,6 +298,11 @@ class TestLookedUpIterations:
         assert np.nanmean(quick) == pytest.approx(np.nanmean(tpot), rel=0.12)
         assert violations(records) == pytest.approx(violations(result.records()), abs=0.06)
 
+    def test_lines_go_on_and_one_size_is_a_line_without_a_slope(self):
+        assert self.TABLE.at(self.TABLE.seconds, 127) == pytest.approx(0.09)
+        one = replace(self.TABLE, n=np.array([1.0]))
+        assert one.at(np.array([0.03]), 5) == 0.03
+
     @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
     def test_prompts_cost_what_they_cost_a_played_replica(self, mode):
         """Chunk by chunk, each with what a forward takes whatever is in it."""
@@ -314,7 +321,7 @@ class TestLookedUpIterations:
         )
 
     @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
-    @pytest.mark.parametrize("prefill", [PrefillConfig(), served_prefill(256), PrefillConfig(shed=True)])
+    @pytest.mark.parametrize("prefill", [PrefillConfig(), SERVED, PrefillConfig(shed=True)])
     def test_nothing_is_lost(self, mode, prefill):
         """Every request ends once, with exactly its tokens; nothing stays booked."""
         load = requests(80, rate=12.0)
@@ -334,7 +341,7 @@ class TestLookedUpIterations:
     def test_the_gate_holds_prompts_back(self):
         """As on a server: fewer requests run at a time, so TPOT SLOs are met."""
         met = []
-        for prefill in (PrefillConfig(256), served_prefill(256)):
+        for prefill in (PrefillConfig(256), SERVED):
             load = requests(150, rate=4.0)
             cfg = config(prefill_mode="exclusive", prefill=prefill, exclusive_tokens=256)
             serve(load, self.fleet(cfg), cfg)
@@ -467,6 +474,18 @@ class TestReplay:
         (tmp_path / "empty.jsonl").write_text('{"schema_version": 2}\n')
         with pytest.raises(ValueError, match="holds no iteration"):
             recorded_slowdown(tmp_path / "empty.jsonl", LATENCY)
+
+    def test_recordings_in_which_a_plan_had_the_fields_of_its_draft_are_read(self, tmp_path):
+        self.record(tmp_path / "run.jsonl", "adaserve")
+        head, *lines = (json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines())
+        for line in (line for line in lines if "plan" in line):
+            draft = line["plan"].pop("draft")
+            line["plan"] |= {"drafting": draft.pop("rows"), "draft_window": draft.pop("window")}
+            line["plan"] |= {"draft_sinks": draft.pop("sinks"), **draft}
+        lines = [head | {"schema_version": 2}, *lines]
+        (tmp_path / "old.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        old, new = (list(read_recording(tmp_path / f"{name}.jsonl")) for name in ("old", "run"))
+        assert [i.plan.draft for i in old] == [i.plan.draft for i in new] != []
 
     def test_broken_recordings_are_named(self, tmp_path):
         for version, what in ((2, r"x.jsonl:2 is not a recorded iteration"), (1, "another version")):

@@ -30,12 +30,10 @@ def test_a_plan_takes_what_is_underway(name: str) -> None:
     """And says what it would have drafted, which is what it plans where nothing is."""
     config = PolicyConfig(latency=CHEAP)
     free = build_policy(name, config).plan(batch(3), 1.0)
-    mine = (free.depth, free.width, free.branching, free.drafting, free.draft_window, free.draft_sinks)
-    assert free.then == Draft(*mine)
-    rows = np.array([True, False, True])
-    plan = build_policy(name, config).plan(batch(3, Draft(7, 1, None, rows)), 1.0)
-    assert (plan.depth, plan.width, plan.branching) == (7, 1, None) and plan.drafting is rows
-    assert plan.then == free.then and plan.next_drafts.depth == free.depth
+    assert free.then is free.draft
+    underway = Draft(7, 1, None, np.array([True, False, True]))
+    plan = build_policy(name, config).plan(batch(3, underway), 1.0)
+    assert plan.draft is underway and plan.then == free.then
     trees = beam_trees(3, 7, 1)
     selection = build_policy(name, config).select(plan, trees) if name != "priced" else None
     assert selection is None or selection.verify_tokens <= plan.budget
@@ -57,7 +55,7 @@ def test_recordings_tell_of_it(name: str, tmp_path: Path) -> None:
         for step in range(12):
             plan = policy.plan(batch(3, underway), 1.0 + 0.02 * step)
             recorder.planned(plan)
-            trees = beam_trees(3, plan.depth, plan.width, step)
+            trees = beam_trees(3, plan.draft.depth, plan.draft.width, step)
             selection = policy.select(plan, trees)
             none = np.zeros(trees.n_nodes, np.bool_)
             outcome = IterationOutcome(

@@ -14,6 +14,7 @@ from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import (
     CandidateTrees,
     Context,
+    Draft,
     IterationOutcome,
     IterationPlan,
     tokens_read,
@@ -53,18 +54,18 @@ class Engine:
         """``accepts`` (row, window) -> probability that a drafted token is accepted."""
         n = len(self.context)
         plan = self.policy.plan(running(n, context_tokens=self.context, remaining_tokens=10_000), 1.0)
-        trees = beam_trees(n, plan.depth, plan.width) if plan.depth else CandidateTrees.empty(n)
+        trees = beam_trees(n, plan.draft.depth, plan.draft.width)
         selection = self.policy.select(plan, trees)
         accepted = np.zeros(trees.n_nodes, np.bool_)
         for r in range(n):
-            window = 0 if plan.draft_window is None else int(plan.draft_window[r])
+            window = 0 if plan.draft.window is None else int(plan.draft.window[r])
             nodes = range(trees.row_start[r], trees.row_start[r + 1])
             path = -1
             for j, node in enumerate(nodes):
                 below = trees.parent[node] == path and selection.keep[node]
                 if below and self.rng.random() < accepts(r, window):
                     accepted[node], path = True, j
-        draft_s = plan.depth * (6e-4 + self.token_s * plan.draft_context.tokens)
+        draft_s = plan.draft.depth * (6e-4 + self.token_s * plan.draft_context.tokens)
         self.policy.observe(outcome(plan, trees, selection, accepted, draft_s=draft_s, verify_s=0.02))
         return plan
 
@@ -74,7 +75,7 @@ class Engine:
 
 def used(plans: list[IterationPlan], row: int = 0) -> list[int]:
     """The windows of a row in those iterations that drafted."""
-    return [0 if p.draft_window is None else int(p.draft_window[row]) for p in plans if p.depth]
+    return [0 if p.draft.window is None else int(p.draft.window[row]) for p in plans if p.draft.depth]
 
 
 def share(plans: list[IterationPlan], window: int, row: int = 0) -> float:
@@ -92,7 +93,7 @@ def test_tokens_that_are_read() -> None:
 
 def test_short_contexts_leave_no_choice() -> None:
     plans = Engine(priced(2e-7), [40, 68], 2e-7).serve(50, lambda r, w: 0.7)
-    assert all(p.draft_window is None for p in plans)
+    assert all(p.draft.window is None for p in plans)
 
 
 def test_a_small_window_where_all_agree_alike() -> None:
@@ -142,21 +143,21 @@ def test_what_cannot_be_drafted_is_not_tried_for_ever() -> None:
     assert policy.windows is not None
     policy.windows._unused[:] = 1 << 20
     plans = engine.serve(10, lambda r, w: 0.7)
-    assert sum(p.depth > 0 for p in plans) >= 7
+    assert sum(p.draft.depth > 0 for p in plans) >= 7
 
 
 @pytest.mark.parametrize("name", [n.replace("-K", "-3") for n in policy_names() if n != "none"])
 def test_a_fixed_window_holds_for_every_policy(name: str) -> None:
     config = PolicyConfig(latency=latency(2e-7), draft_windows=(128,), draft_sinks=3)
     plans = Engine(build_policy(name, config), [4000, 50], 2e-7).serve(20, lambda r, w: 0.7)  # type: ignore[arg-type]
-    drafted = [p for p in plans if p.depth]
-    assert drafted and all(p.draft_reads.tolist() == [131, 50] for p in drafted)
+    drafted = [p for p in plans if p.draft.depth]
+    assert drafted and all(p.draft.reads(p.running.context_tokens).tolist() == [131, 50] for p in drafted)
 
 
 def test_without_choice_the_others_read_everything() -> None:
     config = PolicyConfig(latency=latency(2e-7), draft_windows=WINDOWS)
     plans = Engine(build_policy("adaserve", config), [4000], 2e-7).serve(5, lambda r, w: 0.7)  # type: ignore[arg-type]
-    assert all(p.draft_window is None and p.draft_context == Context(4000) for p in plans)
+    assert all(p.draft.window is None and p.draft_context == Context(4000) for p in plans)
 
 
 @pytest.mark.parametrize("windows", [(), (8,), (-1,), (64, 0)])
@@ -167,9 +168,9 @@ def test_windows_that_make_no_sense(windows: tuple[int, ...]) -> None:
 
 def drafted(plan: IterationPlan, seconds: float) -> IterationOutcome:
     n = len(plan.running)
-    trees = beam_trees(n, plan.depth, plan.width)
+    trees = beam_trees(n, plan.draft.depth, plan.draft.width)
     none = np.zeros(trees.n_nodes, np.bool_)
-    selection = build_policy("chain-1").select(replace(plan, depth=0), CandidateTrees.empty(n))
+    selection = build_policy("chain-1").select(replace(plan, draft=Draft(0)), CandidateTrees.empty(n))
     return outcome(plan, trees, replace(selection, keep=none), none, draft_s=seconds)
 
 
@@ -179,11 +180,11 @@ def test_costs_of_reading_are_learned(wrong: float) -> None:
     truth = latency(2e-7)
     costs, rng = LearnedCosts(latency(2e-7 * wrong)), np.random.default_rng(0)
     batch = running(2, context_tokens=8000)
-    plan = IterationPlan(0, 0.0, batch, 4, 2, 100)
+    plan = IterationPlan(0, 0.0, batch, Draft(4, 2), 100)
     for i in range(600):
         window = np.array([64, 64]) if i % 2 else None
-        p = replace(plan, depth=int(rng.integers(1, 6)), draft_window=window, draft_sinks=4)
-        seconds = truth.draft_s(2, p.depth, 2, p.draft_context) * (1 + abs(rng.normal(0, 0.02)))
+        p = replace(plan, draft=Draft(int(rng.integers(1, 6)), 2, window=window, sinks=4))
+        seconds = truth.draft_s(2, p.draft.depth, 2, p.draft_context) * (1 + abs(rng.normal(0, 0.02)))
         costs.observe(drafted(p, seconds), Context(16_000, 2))
     for read in (Context(136.0, 2), Context(16_000.0, 2)):
         for depth in (1, 4):
@@ -198,8 +199,8 @@ def test_short_contexts_say_nothing_of_long_ones(seed: int) -> None:
     costs = LearnedCosts(truth)
     for _ in range(300):
         batch = running(2, context_tokens=int(rng.integers(50, 400)))
-        plan = IterationPlan(0, 0.0, batch, int(rng.integers(1, 6)), 2, 100)
-        seconds = truth.draft_s(2, plan.depth, 2, plan.draft_context) * (1 + abs(rng.normal(0, 0.1)))
+        plan = IterationPlan(0, 0.0, batch, Draft(int(rng.integers(1, 6)), 2), 100)
+        seconds = truth.draft_s(2, plan.draft.depth, 2, plan.draft_context) * (1 + abs(rng.normal(0, 0.1)))
         costs.observe(drafted(plan, seconds), plan.draft_context)
     long = Context(32_000, 2)
     assert costs.draft_s(2, 1, 2, long) == pytest.approx(truth.draft_s(2, 1, 2, long), rel=0.5)

@@ -257,6 +257,14 @@ def test_bad_hints(value: Any) -> None:
             ask(nvext={"agent_hints": {"priority": value}})
 
 
+def test_a_value_that_is_too_deep_to_be_shown_is_refused_like_any_other() -> None:
+    deep: list[object] = []
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(SLOError, match=r"nvext.router must be an object like .*\[\.\.\.\]"):
+        ask(nvext={"router": deep})
+
+
 @pytest.mark.parametrize("value", ["high", "", "1.5", "2147483648", "9" * 5000, "\u0665"])
 def test_a_bad_priority_header(value: str) -> None:
     with pytest.raises(SLOError, match=r"x-dynamo-request-priority is .*an integer from -2147483648"):

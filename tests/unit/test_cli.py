@@ -90,6 +90,19 @@ def test_what_the_draft_reads_is_a_flag(started: list[list[str]]) -> None:
     assert (config.draft_window, config.draft_sinks, len(started)) == ("auto", 6, 1)
 
 
+def test_flags_beat_the_environment(started: list[list[str]], tmp_path: Path) -> None:
+    os.environ[ENV] = '{"policy": "adaserve", "max_depth": 3, "drafts": "suffix"}'
+    (tmp_path / "slo.yaml").write_text("classes: {chat: {tpot_ms: 50}}")
+    words = ["--model-path", "m", "--policy", "none", "--slo-config", str(tmp_path / "slo.yaml")]
+    result = CliRunner().invoke(app, ["serve", *words])
+    assert result.exit_code == 0, result.output
+    config = AdaServeConfig(**json.loads(os.environ[ENV]))
+    assert (config.policy, config.max_depth, config.max_width, config.drafts) == ("none", 3, 3, "suffix")
+    os.environ[ENV] = "{policy: none}"
+    refused = CliRunner().invoke(app, ["serve"])
+    assert refused.exit_code == 2 and "not valid JSON" in refused.output and len(started) == 1
+
+
 def test_an_mtp_layer_comes_from_the_targets_checkpoint(started: list[list[str]]) -> None:
     """Unless a draft is named; the embedded target has none."""
     refused = CliRunner().invoke(app, ["serve", "--draft-kind", "mtp"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,3 +18,19 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True, check=False)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and str(tmp_path / "file") in line and "ADASERVE_ENV" in line
+
+
+def test_an_environment_in_use_is_not_removed(tmp_path: Path) -> None:
+    """However long ago `make` was told of it."""
+    script = runpy.run_path(str(SCRIPT))
+    old, new = tmp_path / "env-old", tmp_path / "env-new"
+    old.mkdir()
+    (old / script["OURS"]).touch()
+    (old / script["COMPLETE"]).touch()
+    os.utime(old / script["COMPLETE"], (0, 0))
+    (old / "library.so").write_bytes(b"loaded")
+    with (old / "library.so").open() as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        script["remove_unused"](new, 3600)
+        assert old.exists()
+    script["remove_unused"](new, 3600)
+    assert not old.exists()

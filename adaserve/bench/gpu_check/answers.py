@@ -15,7 +15,6 @@ class Answer:
     """One finished request."""
 
     output_ids: tuple[int, ...]
-    seconds: float
     margins: tuple[float, ...] = ()  # best minus second log-probability at every token, where asked for
     verifications: int = 0  # of a server that speculates
     tpot_ms: float | None = None  # as SGLang has measured it: from the end of the prefill on
@@ -38,7 +37,7 @@ def generate(url: str, prompts: Sequence[Sequence[int]], tokens: int, margins: b
         margins_of = tuple(t[0][0] - t[1][0] for t in top)
         verifications = int(reply.meta.get("spec_verify_ct") or 0)
         tpot_ms = 1e3 / per_s if (per_s := reply.meta.get("decode_throughput")) else None
-        answers.append(Answer(reply.output_ids, reply.seconds, margins_of, verifications, tpot_ms))
+        answers.append(Answer(reply.output_ids, margins_of, verifications, tpot_ms))
     return answers
 
 

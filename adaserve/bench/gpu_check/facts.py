@@ -13,12 +13,11 @@ import platform
 import shutil
 import sys
 import sysconfig
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from adaserve.bench.gpu_check.toolkit import toolkit
-from adaserve.host import describe_host
+from adaserve.host import describe_host, version_of
 from adaserve.loadgen.bench import why_not_loaded
 
 TOOLS = ("nvcc", "ninja", "c++", "nvidia-smi")
@@ -77,14 +76,7 @@ def _python_headers() -> str | None:
 
 def packages() -> dict[str, str | None]:
     """Versions of what computes."""
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return {name: version_of(name) for name in PACKAGES}
 
 
 def gpu() -> dict[str, Any] | None:

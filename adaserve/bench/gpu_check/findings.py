@@ -72,9 +72,8 @@ def resume(out: Path, identity: dict[str, Any]) -> Findings:
         what = ", ".join(_differing(kept["identity"], identity))
         raise ServerError(f"{out} holds a check with another {what}: give another --out, or remove it")
     found = Findings(**kept["found"])
-    found.reference = [
-        Answer(tuple(a["output_ids"]), a["seconds"], tuple(a["margins"])) for a in kept["found"]["reference"]
-    ]
+    reference = kept["found"]["reference"]
+    found.reference = [Answer(tuple(a["output_ids"]), tuple(a["margins"])) for a in reference]
     for table in (found.tpot_ms, found.accept_length, found.details):
         for name, values in table.items():
             if name != "verification":  # JSON has no numbers for keys

@@ -8,7 +8,7 @@ from adaserve.bench.simulate.hardware import PROFILED_CACHE
 from adaserve.config import MOST_RUNNING, AdaServeConfig
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import build_policy, chain_length, is_slo_aware
-from adaserve.scheduler.prefill import PrefillConfig, served_prefill
+from adaserve.scheduler.prefill import PrefillConfig
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
@@ -28,7 +28,7 @@ def served(
     build_policy(policy)
     server = AdaServeConfig()
     server = server.changed(max_depth=max(server.max_depth, chain_length(policy) or 0))
-    prefill = served_prefill() if is_slo_aware(policy) else PrefillConfig()
+    prefill = server.for_prefills() if is_slo_aware(policy) else PrefillConfig()
     replica = ReplicaConfig(
         latency,
         kv_tokens,

@@ -241,10 +241,10 @@ class Results:
         names = dict.fromkeys((*self.plan.policies, *self.plan.side_policies))
         return {n: o for n in names if (o := self.get(point, n)) is not None}
 
-    def against_best(self, point: Point, policy: str, gated: bool = False) -> Comparison | None:
-        """The policy against the best rival as it is, or with the same gate and prefills."""
+    def against_best(self, point: Point, policy: str) -> Comparison | None:
+        """The policy against the best rival as it is."""
         here = self.at(point)
-        rivals = [o for n, o in here.items() if is_rival(n, gated) and n != policy]
+        rivals = [o for n, o in here.items() if is_rival(n, gated=False) and n != policy]
         return compare(here[policy], rivals) if policy in here else None
 
     def judged(self, gated: bool = False) -> Point | None:

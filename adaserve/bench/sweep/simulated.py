@@ -27,10 +27,11 @@ from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
 from adaserve.config import MOST_RUNNING, AdaServeConfig
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.prefill import PrefillConfig, served_prefill
+from adaserve.scheduler.prefill import PrefillConfig
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, drawn_difficulty
+from adaserve.slo.classes import seconds
 from adaserve.slo.metrics import RequestRecord
 
 LIMIT, TOLD = "clairvoyant", "told lengths"
@@ -112,8 +113,8 @@ class Simulator:
         return Block.total(blocks)
 
     def _replica(self, setting: System) -> ReplicaConfig:
-        paced = setting.prefill == "slack"
-        prefill = served_prefill(CHUNK_TOKENS) if paced else PrefillConfig(CHUNK_TOKENS)
+        rule = AdaServeConfig().for_prefills if setting.prefill == "slack" else PrefillConfig
+        prefill = rule(chunk_tokens=CHUNK_TOKENS)
         return ReplicaConfig(
             self._latency, kv_tokens=65_536, max_running=MOST_RUNNING, prefill_mode="exclusive",
             prefill=prefill, exclusive_tokens=CHUNK_TOKENS, prefill_cost=self._prefill,
@@ -139,8 +140,8 @@ def sim_requests(records: Sequence[RequestRecord], text: TextModel, seed: int) -
         SimRequest(
             rid=r.id,
             slo_class=r.slo_class,
-            tpot_slo_s=np.inf if r.slo_tpot_ms is None else r.slo_tpot_ms / 1e3,
-            ttft_slo_s=np.inf if r.slo_ttft_ms is None else r.slo_ttft_ms / 1e3,
+            tpot_slo_s=seconds(r.slo_tpot_ms),
+            ttft_slo_s=seconds(r.slo_ttft_ms),
             arrival_s=r.scheduled_s,
             prompt_tokens=lengths[i][0],
             output_tokens=lengths[i][1],

@@ -6,7 +6,6 @@ their random draws, so that neighbours on an axis differ by what the axis change
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.plan import PAPER_SHARE, PROMPT_SCALE, Point, SweepError
 from adaserve.bench.sweep.ttft import PrefillTime, ttft_slo_ms
-from adaserve.slo.classes import PAPER_MIX, SLOClass, SLOConfig
+from adaserve.slo.classes import PAPER_MIX, SLOClass, SLOConfig, to_ms
 from adaserve.slo.trace import Trace, TraceRow, assign_classes
 
 MAX_PROMPT_TOKENS = 768
@@ -69,8 +68,7 @@ class Workload:
         found: dict[str, float | None] = {}
         for name, own in self.slos.classes.items():
             scaled = SLOClass(name=name, x_baseline=point.scale) if point.scale is not None else own
-            tpot_s = (scaled if name == urgent else own).slo(baseline_ms / 1e3).tpot_s
-            found[name] = tpot_s * 1e3 if math.isfinite(tpot_s) else None
+            found[name] = to_ms((scaled if name == urgent else own).slo(baseline_ms / 1e3).tpot_s)
         return found
 
     def draw_lengths(self, name: str, n: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:

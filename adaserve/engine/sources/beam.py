@@ -105,16 +105,16 @@ class BeamSource(TreeSource):
     # -- what it proposes ---------------------------------------------------------------------
 
     def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
-        """Up to plan.depth draft steps; None when no row may have a tree, or none is to be drafted for."""
-        active = drafted_rows(plan, rows)
-        shape = fitting_shape(plan, rows, active, self._max_nodes)
+        """As deep as ``plan.draft``; None when no row may have a tree, or none is to be drafted for."""
+        active = drafted_rows(plan.draft, rows)
+        shape = fitting_shape(plan.draft, rows, active, self._max_nodes)
         if shape is None:
             return None
         search = search_for(self.sharpening, rows, active, shape)
         pool_rows = search.pool_rows.tolist()
         self.cache.find_holes(pool_rows)
         caught_up = self._catch_up(pool_rows)
-        gap = self._left_out(plan, rows.seq_lens, active)
+        gap = self._left_out(plan.draft, rows.seq_lens, active)
         first = self.cache.first_batch(search.pool_rows, search.base, rows.roots[active], shape.width, gap)
         asking = asking_for(keep, plan, active, len(rows))
         ready = cache(self._forward.search(first, search, asking))
@@ -142,9 +142,8 @@ class BeamSource(TreeSource):
         deepest = np.minimum(rows.running.max_depth, rows.running.remaining_tokens - 2)
         most = 1 + verified.deepest
         rows = replace(rows, seq_lens=cached + most, running=replace(rows.running, max_depth=deepest))
-        drafts = plan.next_drafts
-        active = drafted_rows(drafts, rows)
-        shape = fitting_shape(drafts, rows, active, self._max_nodes)
+        active = drafted_rows(then, rows)
+        shape = fitting_shape(then, rows, active, self._max_nodes)
         pool_rows = rows.pool_rows[active]
         if shape is None or not self.cache.is_settled(pool_rows.tolist()):
             return None
@@ -152,7 +151,7 @@ class BeamSource(TreeSource):
         awaited = Awaited(most, acceptance.length, acceptance.emitted, tokens, root, active)
         search = search_for(self.sharpening, rows, active, shape, awaited)
         two = np.full(len(active), 2)
-        gap = self._left_out(drafts, cached, active)
+        gap = self._left_out(then, cached, active)
         first = TreeBatch.causal(np.zeros(2 * len(active), np.int64), pool_rows, search.base - 1, two, gap)
         start = self._device.mark()
         ready = cache(self._forward.search(first, search, None))
@@ -170,9 +169,9 @@ class BeamSource(TreeSource):
         draft = Draft(depth, then.width, branching, None, window, then.sinks)
         return Early([rows.states[row] for row in active.tolist()], draft, take, span)
 
-    def _left_out(self, plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
+    def _left_out(self, draft: Draft, cached: np.ndarray, active: np.ndarray) -> Gap | None:
         """Of the contexts of the active rows, ``cached`` being the tokens [n] of all."""
-        return left_out(plan, cached, active)
+        return left_out(draft, cached, active)
 
     def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
         return proposal(shape, active, beams, n, self._number)
@@ -188,21 +187,21 @@ class BeamSource(TreeSource):
         return start, self._device.mark()
 
 
-def drafted_rows(plan: IterationPlan, rows: DecodeRows) -> np.ndarray:
+def drafted_rows(draft: Draft, rows: DecodeRows) -> np.ndarray:
     """int64 [a]: the rows that are drafted for."""
     may = rows.running.max_depth > 0
-    return (may if plan.drafting is None else may & plan.drafting).nonzero()[0]
+    return (may if draft.rows is None else may & draft.rows).nonzero()[0]
 
 
 def fitting_shape(
-    plan: IterationPlan, rows: DecodeRows, active: np.ndarray, most: int, deepest: int = ANY_DEPTH
+    draft: Draft, rows: DecodeRows, active: np.ndarray, most: int, deepest: int = ANY_DEPTH
 ) -> TreeShape | None:
     """The planned shape, cut to ``most`` nodes and ``deepest`` levels: a fixed tree knows nothing of this
     server's limits. None = nothing is to be drafted for the rows ``active``."""
-    depth = min(plan.depth, deepest, int(rows.running.max_depth[active].max(initial=0)))
+    depth = min(draft.depth, deepest, int(rows.running.max_depth[active].max(initial=0)))
     while depth:
-        branching = None if plan.branching is None else plan.branching[:depth]
-        shape = tree_shape(depth, plan.width, branching)
+        branching = None if draft.branching is None else draft.branching[:depth]
+        shape = tree_shape(depth, draft.width, branching)
         if shape.nodes <= most:
             return shape
         depth -= 1
@@ -237,12 +236,12 @@ def _reading(sharpening: DraftSharpening, noisy: bool, temperatures: bytes) -> l
     return [values.astype(np.float32) for values in read(np.frombuffer(temperatures))]
 
 
-def left_out(plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
+def left_out(draft: Draft, cached: np.ndarray, active: np.ndarray) -> Gap | None:
     """What is left out of the ``cached`` tokens [n] of the active rows; None = nothing."""
-    if plan.draft_window is None:
+    if draft.window is None:
         return None
-    length = (cached - plan.draft_reads)[active]
-    return Gap(plan.draft_sinks, length) if length.any() else None
+    length = (cached - draft.reads(cached))[active]
+    return Gap(draft.sinks, length) if length.any() else None
 
 
 def proposal(

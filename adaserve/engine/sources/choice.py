@@ -10,7 +10,6 @@ from torch import Tensor
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.device import Device
-from adaserve.engine.requests import asked_of
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
@@ -21,6 +20,7 @@ from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.sources.suffix import SuffixSource
 from adaserve.sharpening import load_sharpening
+from adaserve.slo.ledger import asked_of
 
 
 def sources_of(

@@ -13,7 +13,7 @@ from adaserve.engine.sources.beam import BeamSource, proposal
 from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import TreeShape
-from adaserve.scheduler.interface import IterationPlan
+from adaserve.scheduler.interface import Draft
 
 
 class HeadSource(BeamSource):
@@ -28,10 +28,10 @@ class HeadSource(BeamSource):
         new = [list(text[start:]) for text, start in zip(texts, starts, strict=True)]
         self.cache.feed(batch.req_pool_indices.tolist(), starts, new)
 
-    def _left_out(self, plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
+    def _left_out(self, draft: Draft, cached: np.ndarray, active: np.ndarray) -> Gap | None:
         """The first tokens are not sinks for a head, which has never read the very first. So it reads as many
         recent ones more."""
-        gap = super()._left_out(plan, cached, active)
+        gap = super()._left_out(draft, cached, active)
         return gap and replace(gap, start=0)
 
     def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:

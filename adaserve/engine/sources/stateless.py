@@ -30,9 +30,9 @@ class StatelessSource(TreeSource):
         self._max_nodes, self._most_steps = max_nodes, most_steps
 
     def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
-        """Up to plan.depth draft steps; None when no row may have a tree, or none is to be drafted for."""
-        active = drafted_rows(plan, rows)
-        shape = fitting_shape(plan, rows, active, self._max_nodes, self._most_steps)
+        """As deep as ``plan.draft``; None when no row may have a tree, or none is to be drafted for."""
+        active = drafted_rows(plan.draft, rows)
+        shape = fitting_shape(plan.draft, rows, active, self._max_nodes, self._most_steps)
         if shape is None:
             return None
         first = TreeBatch.roots(
@@ -40,7 +40,7 @@ class StatelessSource(TreeSource):
             rows.pool_rows[active],
             rows.seq_lens[active],
             shape.width,
-            left_out(plan, rows.seq_lens, active),
+            left_out(plan.draft, rows.seq_lens, active),
         )
         search = search_for(self._sharpening, rows, active, shape)
         asking = asking_for(keep, plan, active, len(rows))

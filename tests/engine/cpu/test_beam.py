@@ -25,7 +25,7 @@ from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.scheduler.interface import IterationPlan
+from adaserve.scheduler.interface import Draft, IterationPlan
 from adaserve.sharpening import DraftSharpening
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, read_hf, run
 from tests.engine.trees.factories import iteration_plan, paths, running, selection_of
@@ -98,8 +98,7 @@ class Setting:
         plan = replace(
             iteration_plan(len(LENGTHS), depth, width),
             running=self.rows.running,
-            draft_window=self.recent,
-            draft_sinks=SINKS,
+            draft=Draft(depth, width, window=self.recent, sinks=SINKS),
         )
         drafting = self.source.propose(plan, self.rows, keep)
         assert drafting is not None
@@ -220,7 +219,7 @@ def test_stopping_early() -> None:
     asked: list[tuple[int, np.ndarray]] = []
 
     def keep(plan: IterationPlan, step: int, frontier: np.ndarray) -> bool:
-        assert plan.depth == 5
+        assert plan.draft.depth == 5
         asked.append((step, frontier.copy()))
         return step < 3
 

@@ -60,8 +60,8 @@ def rank(number: int, rendezvous: str, out: str) -> None:
     )  # fmt: skip
     torch.save(
         {
-            "plan": [plan.depth, plan.width, plan.budget, plan.now_s],
-            "own": [own.depth, own.width, own.budget, own.now_s],
+            "plan": [plan.draft.depth, plan.draft.width, plan.budget, plan.now_s],
+            "own": [own.draft.depth, own.draft.width, own.budget, own.now_s],
             "selection": dataclasses.astuple(selection), "own_keep": lone.keep, "captured": captured,
         },
         f"{out}/{number}",

@@ -287,8 +287,9 @@ def test_greedy_where_the_target_drafts_for_itself(policy: str, overlap: bool) -
     run.loop.sources = (SelfSource(run.loop.device, DEPTH * WIDTH),)
     run.policies.current = build_policy(policy, replace(policy_config(), draft_windows=(16,)))
     run.finish().check()
-    plans = [outcome.plan for outcome in run.outcomes if outcome.plan.depth]
-    assert any((plan.draft_reads < plan.running.context_tokens).any() for plan in plans)
+    plans = [outcome.plan for outcome in run.outcomes if outcome.plan.draft.depth]
+    contexts = [plan.running.context_tokens for plan in plans]
+    assert any((p.draft.reads(c) < c).any() for p, c in zip(plans, contexts, strict=True))
     if policy != "priced":  # what it drafts depends on measured times
         assert accepted_by_source(run)[MODEL] > len(LENGTHS), "it hardly ever agreed with itself"
 
@@ -383,7 +384,7 @@ def test_policies_change_while_requests_run(first: str, device: str) -> None:
         run.step()
     run.loop.settle()
     run.check()
-    chains = [o for o in run.outcomes if o.plan.depth == 3 and o.plan.width == 1]
+    chains = [o for o in run.outcomes if o.plan.draft.depth == 3 and o.plan.draft.width == 1]
     assert chains and all(o.accepted.sum() == o.selection.keep.sum() for o in chains), (
         "the draft missed something"
     )

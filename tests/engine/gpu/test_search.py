@@ -10,6 +10,7 @@ import torch
 
 from adaserve.engine.gpu.sizes import Key
 from adaserve.engine.trees.proposal import Proposal
+from adaserve.scheduler.interface import Draft
 from tests.engine.gpu.factories import (
     CONTEXT,
     NOISY,
@@ -33,7 +34,8 @@ def both(
     running = requests.running(max_depth, temperature)
     plan = iteration_plan(running, depth, width, branching)
     if recent is not None:
-        plan = dataclasses.replace(plan, draft_window=np.array(recent), draft_sinks=2)
+        draft = dataclasses.replace(plan.draft, window=np.array(recent), sinks=2)
+        plan = dataclasses.replace(plan, draft=draft)
     known = [length - behind for length, behind in zip(requests.lengths, lag, strict=True)]
     models = [TinyModel(requests.slots), TinyModel(requests.slots)]
     found: list[Proposal | None] = []
@@ -83,7 +85,8 @@ def test_contexts_are_read_in_part_and_whole_by_turns() -> None:
     device, running, found = graph_device(requests, model, model), requests.running(), []
     for recent in ([8, 5, 0], None, [8, 5, 0]):
         window = None if recent is None else np.array(recent)
-        plan = dataclasses.replace(iteration_plan(running, 4, 3), draft_window=window, draft_sinks=2)
+        draft = Draft(4, 3, window=window, sinks=2)
+        plan = dataclasses.replace(iteration_plan(running, 4, 3), draft=draft)
         drafting = requests.source(device, [0, 0, 0]).propose(plan, requests.rows(running), None)
         assert drafting is not None
         found.append(drafting.read().trees.logprob.tolist())

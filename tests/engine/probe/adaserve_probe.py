@@ -284,13 +284,13 @@ def probed(base: type) -> type:
                     stats["by_source"][str(bits)] = stats["by_source"].get(str(bits), 0) + 1
             stats["drafted"] += outcome.trees.n_nodes
             stats["verify_tokens"] += outcome.selection.verify_tokens
-            plan = outcome.plan
-            if plan.draft_window is not None:
-                for window in plan.draft_window.tolist():
+            plan, context = outcome.plan, outcome.plan.running.context_tokens
+            if plan.draft.window is not None:
+                for window in plan.draft.window.tolist():
                     stats["windows"][str(window)] = stats["windows"].get(str(window), 0) + 1
-            stats["unread"] += int((plan.running.context_tokens - plan.draft_reads).sum())
+            stats["unread"] += int((context - plan.draft.reads(context)).sum())
             stats["early"] += plan.running.underway is not None
-            depth = str(outcome.plan.depth)
+            depth = str(plan.draft.depth)
             stats["depths"][depth] = stats["depths"].get(depth, 0) + 1
             self._trace(0)
 
@@ -515,7 +515,8 @@ class Rotation:
         if self._windows and self._chance.random() < 2 / 3:
             chosen = [self._chance.choice(self._windows) for _ in running.rids]
             sinks = self._chance.choice([0, 4, 5])
-            plan = dataclasses.replace(plan, draft_window=np.array(chosen), draft_sinks=sinks)
+            draft = dataclasses.replace(plan.draft, window=np.array(chosen), sinks=sinks)
+            plan = dataclasses.replace(plan, draft=draft)
         self._planned[id(plan)] = policy
         return plan
 

@@ -14,7 +14,7 @@ from adaserve.engine.sources.own import SHARPENING, SelfSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.scheduler.interface import IterationPlan
+from adaserve.scheduler.interface import Draft, IterationPlan
 from tests.engine.cpu.factories import hf_model
 from tests.engine.test_trees import MAX_NODES, PROMPTS, Case, DenseModel, alike, path_logprobs
 from tests.engine.trees.factories import iteration_plan, random_selection
@@ -31,8 +31,8 @@ def case_of(max_depth: list[int]) -> Case:
 def plan_of(case: Case, depth: int, width: int, window: list[int] | np.ndarray | None) -> IterationPlan:
     plan = iteration_plan(ROWS, depth, width)
     seen = replace(plan.running, context_tokens=case.rows.seq_lens)
-    reads = None if window is None else np.array(window)
-    return replace(plan, running=seen, draft_window=reads, draft_sinks=1)
+    draft = Draft(depth, width, window=None if window is None else np.array(window), sinks=1)
+    return replace(plan, running=seen, draft=draft)
 
 
 def proposed(case: Case, plan: IterationPlan) -> Proposal:

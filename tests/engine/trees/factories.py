@@ -20,7 +20,7 @@ from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.source import KeepDrafting
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch, Selection
+from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan, RunningBatch, Selection
 from adaserve.sharpening import DraftSharpening
 
 VOCABULARY = 23
@@ -60,7 +60,7 @@ def slot_table(n: int) -> torch.Tensor:
 
 
 def iteration_plan(n: int, depth: int, width: int, branching: tuple[int, ...] | None = None) -> IterationPlan:
-    return IterationPlan(0, 0.0, running(n), depth, width, 1000, branching)
+    return IterationPlan(0, 0.0, running(n), Draft(depth, width, branching), 1000)
 
 
 @dataclass
@@ -124,11 +124,11 @@ class Drafted:
         recent: list[int] | None = None,
     ) -> Proposal | None:
         """``recent``: what is read of each context besides its first two tokens; 0 = all."""
+        window = None if recent is None else np.array(recent)
         plan = replace(
             iteration_plan(len(self.rows), depth, width, branching),
             running=replace(self.rows.running, context_tokens=self.rows.seq_lens),
-            draft_window=None if recent is None else np.array(recent),
-            draft_sinks=2,
+            draft=Draft(depth, width, branching, window=window, sinks=2),
         )
         drafting = self.source.propose(plan, self.rows, keep)
         self.caught_up = drafting is not None and drafting.caught_up is not None
