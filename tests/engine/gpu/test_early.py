@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.engine.clock import HostMark
+from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.source import Early
 from adaserve.engine.trees.proposal import Proposal
@@ -168,6 +170,28 @@ def test_all_but_the_first_iterations_are_drafted_early(policy: str) -> None:
 def test_not_where_outcomes_are_awaited() -> None:
     run = Run("adaserve", overlap=False).finish()
     assert not any(outcome.plan.running.underway for outcome in run.outcomes)
+
+
+def test_the_clock_of_early_drafts_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV moves between an outcome and the draft behind it. If that time were lost, iterations would end
+    the earlier the longer drafts are queued early, and prompts would seem to take what is missing."""
+    run, compact = Run("chain-3", overlap=True), DecodeLoop._compact
+
+    def slow(*args: Any) -> None:
+        compact(*args)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(DecodeLoop, "_compact", slow)
+    for _ in range(6):
+        run.step()
+    iteration, early = run.loop._arriving, run.loop._early
+    assert iteration is not None and early is not None and run.iterations == 6
+    run.loop.settle()
+    ended, queued = iteration.marks.accepted, early.proposed.span[1]
+    assert isinstance(ended, HostMark) and isinstance(queued, HostMark)
+    assert run.outcomes[-1].end_s == pytest.approx(ended.time_s, abs=0.02)
+    assert run.loop.free_s() == pytest.approx(queued.time_s, abs=0.02)
+    assert run.outcomes[-1].since_last_s >= 0.05 > run.outcomes[-1].total_s
 
 
 def test_prompts_that_are_read_meanwhile_are_no_part_of_the_iteration() -> None:
