@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -151,8 +152,41 @@ for sizes in ((1, 3), (5, 2), (9, 4)):
 """
 
 
+COMPILED = """
+import inspect, json, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime.jit import create_function_from_signature
+from adaserve.engine.gpu.attention_kernel import TILE
+from adaserve.engine.gpu.follow_kernel import _begin, _shorten
+from adaserve.engine.gpu.layout import LIST
+
+hopper, numbers, tiles = GPUTarget("cuda", 90, 32), torch.zeros(9), torch.zeros(9, dtype=torch.int32)
+kinds = [], []
+for start, q in ((0, 1), (1, 2), (2, 16)):
+    there = [numbers.long()[start:]] * 10
+    served = [*there, q, 16 * q, q, q, LIST], [tiles[start:], there[0], q, TILE]
+    for kernel, arguments, found in zip((_begin, _shorten), served, kinds):
+        signature = inspect.signature(kernel.fn)
+        bind = create_function_from_signature(signature, kernel.params, make_backend(hopper))
+        found.append(bind(*arguments)[1])
+for kernel, (kind, *_) in zip((_begin, _shorten), kinds):
+    of = dict(zip(kernel.arg_names, kind))
+    fixed = {name: value for name, (type, value) in of.items() if type == "constexpr"}
+    source = ASTSource(kernel, {name: type for name, (type, _) in of.items()}, fixed)
+    assert compile(source, hopper).asm["cubin"]
+print(json.dumps(kinds))
+"""
+
+
 def test_the_kernels_do_the_same() -> None:
     python(KERNELS, interpret=True)
+
+
+def test_the_kernels_compile_once_whatever_is_drafted() -> None:
+    """And for compute capability 9.0."""
+    for first, *others in json.loads(python(COMPILED, interpret=False)):
+        assert others == [first, first]
 
 
 @pytest.mark.parametrize("policy", ["adaserve", "chain-3", "fixed-tree"])
