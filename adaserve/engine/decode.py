@@ -14,7 +14,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from adaserve.engine import logprobs, sampling
 from adaserve.engine.agree import Agreement
-from adaserve.engine.device import Device, Run
+from adaserve.engine.device import Device, Mark, Run
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
 from adaserve.engine.learner import Learner
@@ -43,6 +43,7 @@ class _Early:
     proposed: Early
     states: Sequence[RequestState]
     runs: list[list[Run]]
+    behind: Mark  # the end of the iteration that it was queued behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class DecodeLoop:
             grammar_barrier()  # the same for matchers, which SGLang advances
         if self.learner is not None:
             self.learner.look(self.requests.unfinished, time.perf_counter())
+        behind = None if self._early is None else self._early.behind
         policy, early = self.policies.current, self._take_early(states)
         start_s, start = time.perf_counter(), self.device.mark()
         rows, offers = self._offered(self._rows(batch, pool_rows, asked, early))
@@ -135,12 +137,11 @@ class DecodeLoop:
         runs = self._take_runs()
         if early is not None:
             runs = [before + now for before, now in zip(early.runs, runs, strict=True)]
-        began_s = start_s if early is None else None
         self._arriving = self._unobserved = Iteration(
-            rows, policy, plan, proposal, selection, verified, began_s, marks, runs, outcome
+            rows, policy, plan, proposal, selection, verified, start_s, behind, marks, runs, outcome
         )
         if self.overlaps:
-            self._draft_early(plan, rows, verified, tensors, acceptance)
+            self._draft_early(self._arriving, tensors, acceptance)
         else:
             self.settle()
         return result
@@ -174,21 +175,17 @@ class DecodeLoop:
         return [drafting for drafting in proposed if drafting is not None]
 
     def _draft_early(
-        self,
-        plan: IterationPlan,
-        rows: DecodeRows,
-        verified: verify.VerifyBatch,
-        tensors: verify.Tensors,
-        acceptance: verify.Acceptance,
+        self, iteration: Iteration, tensors: verify.Tensors, acceptance: verify.Acceptance
     ) -> None:
         """Queues the next draft behind the verification, so that the device does not wait until the host has
         heard of the outcome and planned by it."""
+        rows = iteration.rows
         if rows.grammars is not None or not self.policies.speculates:
             return
         for source in self.sources:
-            early = source.propose_early(plan, rows, verified, tensors, acceptance)
+            early = source.propose_early(iteration.plan, rows, iteration.verified, tensors, acceptance)
             if early is not None:
-                self._early = _Early(early, rows.states, self._take_runs())
+                self._early = _Early(early, rows.states, self._take_runs(), iteration.marks.accepted)
 
     def _take_early(self, states: Sequence[RequestState]) -> _Taken | None:
         """What was drafted early, if it is of use: others may run by now, and those that it is not for would
@@ -266,10 +263,8 @@ class DecodeLoop:
 
     def free_s(self) -> float:
         """When the device was done with all that was queued by the last iteration. It must have got there."""
-        if self._early is None:
-            return self.times.last_end_s
-        start, end = self._early.proposed.span
-        return self.times.last_end_s + start.seconds_until(end)
+        early, end_s = self._early, self.times.last_end_s
+        return end_s if early is None else end_s + early.behind.seconds_until(early.proposed.span[1])
 
     # -- what follows -------------------------------------------------------------------------
 

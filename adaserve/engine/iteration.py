@@ -47,7 +47,10 @@ class Iteration:
     proposal: Proposal
     selection: Selection
     verified: VerifyBatch
-    start_s: float | None  # None = where the last one ended: it was drafted early
+    start_s: float  # by the host's clock
+    behind: Mark | None
+    """The end of the last one where a draft was queued behind it: the host does not know when the device has
+    come to the start then, and what lies in between must not be lost from iteration to iteration."""
     marks: Marks
     runs: Sequence[Sequence[Run]]  # its forwards of the target, and of each draft model
     copy: HostCopy  # count int64 [n], emitted int64 [n, stride], accepted bool [T]
@@ -68,8 +71,8 @@ class Iteration:
         marks, trees, verified = self.marks, self.proposal.trees, self.verified
         catch_up_s = sum(start.seconds_until(end) for start, end in marks.caught_up)
         drafted_s = marks.start.seconds_until(marks.drafted)
-        start_s = last_end_s if self.start_s is None else self.start_s
-        end_s = start_s + marks.start.seconds_until(marks.accepted)
+        since, since_s = (marks.start, self.start_s) if self.behind is None else (self.behind, last_end_s)
+        end_s = since_s + since.seconds_until(marks.accepted)
         first = marks.first_level
         accepted = np.zeros(trees.n_nodes, np.bool_)
         accepted[verified.node] = self.accepted()[~verified.is_root]

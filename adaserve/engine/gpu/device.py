@@ -160,6 +160,7 @@ class GpuDevice:
             capture_all("verification", verifications, parts.target.capture, parts.target.table, free)
             for draft in parts.drafts:
                 capture_all("draft", of_drafts, draft.capture, draft.table, free)
+                draft.compile_reading()
             if medusa is not None:
                 capture_all("draft", searches, medusa.capture, medusa.table, free)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())

@@ -13,7 +13,7 @@ from adaserve.engine.gpu.attention import TreeKernel
 from adaserve.engine.gpu.beam_search import BeamSearches
 from adaserve.engine.gpu.layout import LIST, Extent, list_slots, seen_by, slot_lists
 from adaserve.engine.gpu.model import Inputs, Output, Parts
-from adaserve.engine.gpu.sizes import Key, SearchKey
+from adaserve.engine.gpu.sizes import READ_AT_ONCE, Key, SearchKey
 from adaserve.engine.transfer import StaticArrays
 from adaserve.engine.trees.batch import TreeBatch
 
@@ -122,6 +122,18 @@ class GpuForward:
         each, rest = divmod(key.tokens, key.rows)
         q_lens = np.full(key.rows, each, np.int64)
         q_lens[:rest] += 1  # as when all requests are there: the kernel is chosen for it
+        self._run_padding(key, q_lens)
+
+    def compile_reading(self) -> None:
+        """Compiles the attention over texts that are too long for a graph. Triton takes seconds for it, and
+        all requests would wait where a draft has missed that much of one."""
+        for tokens in self.sizes.tokens.sizes:
+            if self.sizes.columns < tokens <= READ_AT_ONCE:
+                key = self.sizes.verification(tokens, width=tokens)
+                self._run_padding(key, tokens * (np.arange(key.rows) == 0))
+
+    def _run_padding(self, key: Key, q_lens: np.ndarray) -> None:
+        """A forward of ``q_lens`` [rows] tokens of each request, all of which are padding."""
         extent, none = Extent(q_lens, np.ones(key.rows, np.int64)), np.zeros(0, np.int64)
         nothing = TreeBatch(none, none, none, none, none, none, np.zeros((0, 1), np.bool_))
         self._replay(key, extent, nothing)

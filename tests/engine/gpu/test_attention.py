@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaserve.engine.gpu import kernel_choice, tiles
-from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, set_out
-from adaserve.engine.gpu.attention_kernel import TritonKernel
+from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
+from adaserve.engine.gpu.attention_kernel import TritonKernel, Workspace
 from adaserve.engine.gpu.flashinfer_kernel import FlashInferKernel
+from adaserve.engine.gpu.forward import GpuForward
+from adaserve.engine.gpu.graphs import GraphTable
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.kernel_choice import usable
 from adaserve.engine.gpu.layout import Extent
+from adaserve.engine.gpu.model import Inputs, Output, Parts
+from adaserve.engine.gpu.sizes import READ_AT_ONCE, Sizes, Tiers
+from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import CPU
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,6 +61,39 @@ def kernel_that(refuses: str) -> Any:
         return kernel
 
     return make
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(32, 8), (16, 8), (14, 2), (32, 32)])
+def test_texts_of_any_length_are_read_by_kernels_that_are_compiled(q_heads: int, kv_heads: int) -> None:
+    """Of a draft that has missed much. Graphs compile theirs."""
+    heads, kinds = HeadShape(q_heads, kv_heads, 64, 1.0, torch.float16, torch.float16), set[Any]()
+    workspace = Workspace(heads, CPU)
+
+    class Kernel(SdpaKernel):
+        def plan(self, extent: Extent) -> np.ndarray:
+            cut = workspace.cut(len(extent.q_lens), int(extent.qo_starts[-1]), int(extent.q_lens.max()))
+            kinds.add((cut.rows, cut.keys, cut.warps, cut.stages))
+            return super().plan(extent)
+
+    def call(inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
+        return Output(torch.zeros(len(inputs.tokens), 9))
+
+    sizes = Sizes(Tiers.up_to(64), Tiers.up_to(512, steps=4), most_rows=64, most_tokens=1024, columns=24)
+    parts = Parts(
+        call, lambda buffers, *_: Kernel(buffers), GraphTable(capture=False),
+        AttentionBuffers.allocate(1 << 14, 1 << 18, CPU), replace(sizes, captured=frozenset(sizes.drafts())),
+        torch.zeros(65, 512, dtype=torch.int32), candidates=3, last_position=511, last_token=8,
+    )  # fmt: skip
+    forward, generator = GpuForward(parts), np.random.default_rng(0)
+    forward.compile_reading()
+    compiled = set(kinds)
+    for _ in range(60):
+        others = generator.integers(1, 90, generator.integers(0, 8))
+        q_lens = np.array([generator.integers(25, READ_AT_ONCE + 1), *others])
+        q_lens = q_lens[q_lens.cumsum() <= READ_AT_ONCE]
+        n, tokens = len(q_lens), np.zeros(q_lens.sum(), np.int64)
+        forward.run(TreeBatch.causal(tokens, np.arange(n), np.full(n, 50), q_lens))
+    assert 1 <= len(compiled) <= 4 and kinds == compiled
 
 
 @pytest.mark.parametrize("refuses", ["plan", "run"])

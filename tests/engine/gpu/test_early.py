@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.engine.clock import HostMark
+from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.source import Early
 from adaserve.engine.trees.proposal import Proposal
@@ -149,8 +152,41 @@ for sizes in ((1, 3), (5, 2), (9, 4)):
 """
 
 
+COMPILED = """
+import inspect, json, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime.jit import create_function_from_signature
+from adaserve.engine.gpu.attention_kernel import TILE
+from adaserve.engine.gpu.follow_kernel import _begin, _shorten
+from adaserve.engine.gpu.layout import LIST
+
+hopper, numbers, tiles = GPUTarget("cuda", 90, 32), torch.zeros(9), torch.zeros(9, dtype=torch.int32)
+kinds = [], []
+for start, q in ((0, 1), (1, 2), (2, 16)):
+    there = [numbers.long()[start:]] * 10
+    served = [*there, q, 16 * q, q, q, LIST], [tiles[start:], there[0], q, TILE]
+    for kernel, arguments, found in zip((_begin, _shorten), served, kinds):
+        signature = inspect.signature(kernel.fn)
+        bind = create_function_from_signature(signature, kernel.params, make_backend(hopper))
+        found.append(bind(*arguments)[1])
+for kernel, (kind, *_) in zip((_begin, _shorten), kinds):
+    of = dict(zip(kernel.arg_names, kind))
+    fixed = {name: value for name, (type, value) in of.items() if type == "constexpr"}
+    source = ASTSource(kernel, {name: type for name, (type, _) in of.items()}, fixed)
+    assert compile(source, hopper).asm["cubin"]
+print(json.dumps(kinds))
+"""
+
+
 def test_the_kernels_do_the_same() -> None:
     python(KERNELS, interpret=True)
+
+
+def test_the_kernels_compile_once_whatever_is_drafted() -> None:
+    """And for compute capability 9.0."""
+    for first, *others in json.loads(python(COMPILED, interpret=False)):
+        assert others == [first, first]
 
 
 @pytest.mark.parametrize("policy", ["adaserve", "chain-3", "fixed-tree"])
@@ -168,6 +204,28 @@ def test_all_but_the_first_iterations_are_drafted_early(policy: str) -> None:
 def test_not_where_outcomes_are_awaited() -> None:
     run = Run("adaserve", overlap=False).finish()
     assert not any(outcome.plan.running.underway for outcome in run.outcomes)
+
+
+def test_the_clock_of_early_drafts_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV moves between an outcome and the draft behind it. If that time were lost, iterations would end
+    the earlier the longer drafts are queued early, and prompts would seem to take what is missing."""
+    run, compact = Run("chain-3", overlap=True), DecodeLoop._compact
+
+    def slow(*args: Any) -> None:
+        compact(*args)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(DecodeLoop, "_compact", slow)
+    for _ in range(6):
+        run.step()
+    iteration, early = run.loop._arriving, run.loop._early
+    assert iteration is not None and early is not None and run.iterations == 6
+    run.loop.settle()
+    ended, queued = iteration.marks.accepted, early.proposed.span[1]
+    assert isinstance(ended, HostMark) and isinstance(queued, HostMark)
+    assert run.outcomes[-1].end_s == pytest.approx(ended.time_s, abs=0.02)
+    assert run.loop.free_s() == pytest.approx(queued.time_s, abs=0.02)
+    assert run.outcomes[-1].since_last_s >= 0.05 > run.outcomes[-1].total_s
 
 
 def test_prompts_that_are_read_meanwhile_are_no_part_of_the_iteration() -> None:
