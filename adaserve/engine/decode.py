@@ -14,7 +14,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from adaserve.engine import logprobs, sampling
 from adaserve.engine.agree import Agreement
-from adaserve.engine.device import Device, Mark, Run
+from adaserve.engine.device import Device, Run
+from adaserve.engine.early import EarlyDraft, TakenDraft
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
 from adaserve.engine.learner import Learner
@@ -22,38 +23,18 @@ from adaserve.engine.penalties import Penalties
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests
 from adaserve.engine.roots import RootTokens
-from adaserve.engine.sources.source import Drafting, Early, TreeSource
+from adaserve.engine.sources.source import Drafting, TreeSource
 from adaserve.engine.state import Asked, DecodeRows, RequestState
 from adaserve.engine.tap import Tap
 from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.proposal import Proposal, merge
-from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan
+from adaserve.scheduler.interface import IterationOutcome, IterationPlan
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.lengths import OutputLengths
 
 Publish = Callable[[torch.Tensor], None]
 """SGLang's relay of new sequence lengths to its overlapped scheduler."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Early:
-    """A draft that was queued early, behind the verification of ``states``, and its forwards."""
-
-    proposed: Early
-    states: Sequence[RequestState]
-    runs: list[list[Run]]
-    behind: Mark  # the end of the iteration that it was queued behind
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """What it has for the requests of an iteration."""
-
-    draft: Draft
-    drafting: Drafting
-    span: Run
-    runs: list[list[Run]]
 
 
 @dataclass(eq=False)
@@ -86,7 +67,7 @@ class DecodeLoop:
         self._penalties = Penalties()
         self._arriving: Iteration | None = None  # whose tokens requests and sources don't know yet
         self._unobserved: Iteration | None = None  # whose outcome the policy doesn't know yet
-        self._early: _Early | None = None  # the draft of the next iteration
+        self._early: EarlyDraft | None = None  # of the next iteration
         self._leaving: list[str] = []  # finished requests that an unobserved iteration still knows
         self._take_runs()  # the measurements'
 
@@ -146,7 +127,7 @@ class DecodeLoop:
             self.settle()
         return result
 
-    def _rows(self, batch: Any, pool_rows: np.ndarray, asked: Asked, early: _Taken | None) -> DecodeRows:
+    def _rows(self, batch: Any, pool_rows: np.ndarray, asked: Asked, early: TakenDraft | None) -> DecodeRows:
         states, info = asked.states, batch.sampling_info
         generated = np.array([len(s.generated) for s in states], np.int64)
         cached = asked.prompt_tokens + generated - 1  # all but the last one
@@ -185,22 +166,11 @@ class DecodeLoop:
         for source in self.sources:
             early = source.propose_early(iteration.plan, rows, iteration.verified, tensors, acceptance)
             if early is not None:
-                self._early = _Early(early, rows.states, self._take_runs(), iteration.marks.accepted)
+                self._early = EarlyDraft(early, rows.states, iteration.marks.accepted, self._take_runs())
 
-    def _take_early(self, states: Sequence[RequestState]) -> _Taken | None:
-        """What was drafted early, if it is of use: others may run by now, and those that it is not for would
-        have to do without."""
+    def _take_early(self, states: Sequence[RequestState]) -> TakenDraft | None:
         early, self._early = self._early, None
-        if early is None or not self.policies.speculates:
-            return None
-        proposed, n = early.proposed, len(states)
-        rows, mine = proposed.among(states)
-        known = set(map(id, early.states))
-        new = sum(id(state) not in known for state in states)
-        if len(rows) < max(1, new):
-            return None
-        drafting = proposed.take(rows, mine, n)
-        return _Taken(proposed.for_rows(rows, mine, n), drafting, proposed.span, early.runs)
+        return early.take(states) if early is not None and self.policies.speculates else None
 
     def _verify(
         self,
@@ -263,8 +233,7 @@ class DecodeLoop:
 
     def free_s(self) -> float:
         """When the device was done with all that was queued by the last iteration. It must have got there."""
-        early, end_s = self._early, self.times.last_end_s
-        return end_s if early is None else end_s + early.behind.seconds_until(early.proposed.span[1])
+        return self.times.last_end_s + (0 if self._early is None else self._early.queued_s)
 
     # -- what follows -------------------------------------------------------------------------
 

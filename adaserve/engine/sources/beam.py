@@ -17,7 +17,7 @@ from adaserve.engine.clock import HostMark
 from adaserve.engine.device import Awaited, Beams, Device, Mark, ModelForward, Ready, Run, Search
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
-from adaserve.engine.sources.source import Drafting, Early, KeepDrafting, TreeSource
+from adaserve.engine.sources.source import Drafting, EarlyProposal, KeepDrafting, TreeSource
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.proposal import Proposal
@@ -130,7 +130,7 @@ class BeamSource(TreeSource):
         verified: VerifyBatch,
         tensors: Tensors,
         acceptance: Acceptance,
-    ) -> Early | None:
+    ) -> EarlyProposal | None:
         """Where the draft has made every node that is verified, all that it may not have read by then is the
         last token before the root. It reads that one in any case."""
         made, then, cached = verified.drafted.get(self._number), plan.then, rows.seq_lens
@@ -167,7 +167,7 @@ class BeamSource(TreeSource):
         branching = then.branching and then.branching[:depth]
         window = None if then.window is None else then.window[active]
         draft = Draft(depth, then.width, branching, None, window, then.sinks)
-        return Early([rows.states[row] for row in active.tolist()], draft, take, span)
+        return EarlyProposal([rows.states[row] for row in active.tolist()], draft, take, span)
 
     def _left_out(self, draft: Draft, cached: np.ndarray, active: np.ndarray) -> Gap | None:
         """Of the contexts of the active rows, ``cached`` being the tokens [n] of all."""

@@ -30,9 +30,9 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
-    """A proposal that was queued behind a verification, before it was known what that accepts and who goes
-    on."""
+class EarlyProposal:
+    """A proposal for the next iteration that was queued behind a verification, before it was known what that
+    accepts and which requests go on."""
 
     states: Sequence[RequestState]  # of the requests that it is for
     draft: Draft  # for these
@@ -90,7 +90,7 @@ class TreeSource:
         verified: VerifyBatch,
         tensors: Tensors,
         acceptance: Acceptance,
-    ) -> Early | None:
+    ) -> EarlyProposal | None:
         """Queues candidates for the next iteration, as ``plan.then`` says, behind this one's verification.
         ``tensors``, ``acceptance``: ``verified`` on the device, and what will have been accepted of it. None
         where they have to wait for that, or are not wanted."""

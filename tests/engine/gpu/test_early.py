@@ -16,7 +16,7 @@ import torch
 from adaserve.engine.clock import HostMark
 from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.sources.beam import BeamSource
-from adaserve.engine.sources.source import Early
+from adaserve.engine.sources.source import EarlyProposal
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import Draft, IterationPlan
 from tests.engine.gpu.factories import (
@@ -58,7 +58,9 @@ class Case:
     def _source(self, requests: Requests, lag: list[int]) -> BeamSource:
         return requests.source(graph_device(requests, self.model, self.model), lag, NOISY)
 
-    def early(self, plan: IterationPlan, drafted: np.ndarray | None = None, nodes: int = 0) -> Early | None:
+    def early(
+        self, plan: IterationPlan, drafted: np.ndarray | None = None, nodes: int = 0
+    ) -> EarlyProposal | None:
         verified: Any = SimpleNamespace(
             drafted={} if drafted is None else {0: drafted}, node=np.zeros(nodes, np.int64), deepest=MOST - 1
         )

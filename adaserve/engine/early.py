@@ -1,0 +1,52 @@
+"""Drafts that are queued behind the verification before them, whose outcome nobody knows yet.
+
+The device would wait otherwise until the host has heard of the outcome and planned by it. Requests may come
+and go meanwhile, so the next iteration takes what there is for those that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adaserve.engine.device import Mark, Run
+from adaserve.engine.sources.source import Drafting, EarlyProposal
+from adaserve.engine.state import RequestState
+from adaserve.scheduler.interface import Draft
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyDraft:
+    """The next iteration's draft, behind the verification of an iteration of the requests ``known``."""
+
+    proposed: EarlyProposal
+    known: Sequence[RequestState]
+    behind: Mark  # the end of that iteration
+    runs: list[list[Run]]  # the draft's forwards
+
+    @property
+    def queued_s(self) -> float:
+        """From the end of that iteration to the draft's."""
+        return self.behind.seconds_until(self.proposed.span[1])
+
+    def take(self, states: Sequence[RequestState]) -> TakenDraft | None:
+        """What it has for the iteration of ``states``; None where that is for fewer of them than have joined
+        since, who would have to do without a draft."""
+        rows, mine = self.proposed.among(states)
+        known = set(map(id, self.known))
+        joined = sum(id(state) not in known for state in states)
+        if len(rows) < max(1, joined):
+            return None
+        n = len(states)
+        draft, drafting = self.proposed.for_rows(rows, mine, n), self.proposed.take(rows, mine, n)
+        return TakenDraft(draft, drafting, self.proposed.span, self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class TakenDraft:
+    """An early draft as that of an iteration which has begun."""
+
+    draft: Draft  # for its requests, which its plan takes as it is
+    drafting: Drafting
+    span: Run  # from the draft's start to its end in the device's queue
+    runs: list[list[Run]]
