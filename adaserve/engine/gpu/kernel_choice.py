@@ -41,7 +41,7 @@ def kernel_maker(
             plans[place] = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return FlashInferKernel(buffers, rows, heads, workspace, plans[place])
 
-    return usable("flashinfer", flashinfer, heads, device)
+    return usable(flashinfer, heads, device)
 
 
 def own_kernel(heads: HeadShape, device: torch.device) -> MakeKernel:
@@ -52,10 +52,9 @@ def own_kernel(heads: HeadShape, device: torch.device) -> MakeKernel:
     return lambda buffers, rows, place: TritonKernel(buffers, rows, workspace)
 
 
-def usable(
-    name: Kernel, make: MakeKernel, heads: HeadShape, device: torch.device
-) -> tuple[Kernel, MakeKernel]:
-    """``make`` if its kernel can be planned, which compiles it, and run; else Triton's, with a sentence."""
+def usable(make: MakeKernel, heads: HeadShape, device: torch.device) -> tuple[Kernel, MakeKernel]:
+    """FlashInfer's ``make`` if its kernel can be planned, which compiles it, and run; else Triton's, with a
+    sentence in the log."""
     try:
         kernel = make(AttentionBuffers.allocate(8, 8, device), 1, 0)
         set_out(kernel, Extent(np.array([1]), np.array([1])), device)
@@ -67,8 +66,8 @@ def usable(
     except Exception as error:  # nvcc, ninja, a header, a library: it can be anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
         logger.warning(
-            "AdaServe: %s cannot be compiled or run on this host, so our own kernel in Triton serves: %s",
-            name, reason, exc_info=error,
+            "AdaServe: FlashInfer cannot be compiled or run here, so our own kernel in Triton serves: %s",
+            reason, exc_info=error,
         )  # fmt: skip
         return "triton", own_kernel(heads, device)
-    return name, make
+    return "flashinfer", make

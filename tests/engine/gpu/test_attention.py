@@ -99,14 +99,14 @@ def test_texts_of_any_length_are_read_by_kernels_that_are_compiled(q_heads: int,
 @pytest.mark.parametrize("refuses", ["plan", "run"])
 def test_a_kernel_that_does_not_work_is_replaced(refuses: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        name, make = usable("flashinfer", kernel_that(refuses), HEADS, CPU)
+        name, make = usable(kernel_that(refuses), HEADS, CPU)
     assert name == "triton" and isinstance(make(AttentionBuffers.allocate(1, 1, CPU), 1, 0), TritonKernel)
     assert f"serves: fatal error: no {refuses}" in caplog.text and "Traceback" in caplog.text
 
 
 def test_a_kernel_that_works_serves() -> None:
     make = kernel_that("nothing")
-    assert usable("flashinfer", make, HEADS, CPU) == ("flashinfer", make)
+    assert usable(make, HEADS, CPU) == ("flashinfer", make)
 
 
 @pytest.mark.parametrize(
