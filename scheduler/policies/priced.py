@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from adaserve.scheduler.interface import (
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.pricing import Priced, best_nodes, price_nodes, uncovered
+from adaserve.scheduler.regimes import Regime, Regimes
 from adaserve.scheduler.selection import never_rising, path_probability, within_cap
 from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.worth import attainment_weight
@@ -33,9 +33,6 @@ SMALL, RELAXED = 16, 4
 """An iteration of a small batch is short, so what changes slowly is worked out every RELAXED iterations only.
 Iterations that probe must be among these (``probe_every`` must be a multiple).
 """
-
-LARGE = 32
-"""What pays is the same for all batches of at least this size."""
 
 RAREST_PROBE = 3
 """While drafting does not pay it is tried every ``probe_every`` << RAREST_PROBE iterations at least."""
@@ -48,28 +45,8 @@ PROBED_ROWS = 8
 """Requests that such a trial drafts for. The draft must first take in what each of them wrote since it last
 drafted, so a trial with all requests costs the more the rarer it is."""
 
-PRIOR_WORTH = 4
-"""Requests that were drafted for once: that much what a level begins with is worth."""
-
 REACH_WEIGHT = 0.1
 """Of the newest iteration in a request's moving average of tokens on its best chain."""
-
-
-@dataclass(slots=True)
-class _Regime:
-    """What was learned from batches of similar size and context: what pays with one request does not with
-    thirty, and what pays with a thousand cached tokens may not with thirty thousand."""
-
-    surplus: FloatArray  # [d_max, w_max], see ``_best_shape``
-    rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))  # value per quiet second
-    depth: int = 1  # of the last plan
-    width: int = 1
-    in_vain: int = 0  # probes in a row after which drafting still did not pay
-    taught: FloatArray = field(init=False)  # requests that have taught each level's surplus, [d_max]
-    missed: FloatArray = field(init=False)  # iterations since then that did not, [d_max]
-
-    def __post_init__(self) -> None:
-        self.taught, self.missed = np.zeros((2, len(self.surplus)))
 
 
 class PricedPolicy(BasePolicy):
@@ -85,8 +62,8 @@ class PricedPolicy(BasePolicy):
         super().__init__(name, config)
         self._period_s = MovingAverage(0.1)  # time between verifications, prefill included
         self._pace = MovingAverage(0.05, start=2.0)  # tokens per request and iteration
-        self._regimes: dict[tuple[int, int], _Regime] = {}  # by the bits of the batch size and the stretch
-        self._latest: tuple[RunningBatch, _Regime] | None = None
+        self._regimes = Regimes(config.d_max, config.w_max)
+        self._latest: tuple[RunningBatch, Regime] | None = None
         self._weight: FloatArray = np.ones(0)
         self._bought: dict[int, tuple[FloatArray, Priced]] = {}  # f, by iteration, until observed
         self._planned: IterationPlan | None = None  # the last plan, until candidates are selected
@@ -136,35 +113,21 @@ class PricedPolicy(BasePolicy):
             lambda read: self.costs.draft_step_s(rows, Context(read, n)),
         )
 
-    def _regime(self, running: RunningBatch) -> _Regime:
-        """What is known about batches of that size, up to a factor of two (large ones are alike), whose
-        contexts make a plain iteration as much longer, up to a factor of two."""
+    def _regime(self, running: RunningBatch) -> Regime:
+        """What is known about batches like this one."""
         if self._latest is not None and self._latest[0] is running:  # asked for several times per iteration
             return self._latest[1]
         n = len(running)
         stretch = self.costs.verify_s(n, self.context(running)) / self.costs.verify_s(n)
-        key = min(n, LARGE).bit_length(), round(math.log2(stretch))
-        known = self._regimes.get(key)
-        if known is None:
-            known = self._regimes[key] = self._like_nearest(*key)
+        known = self._regimes.of(n, stretch)
         self._latest = running, known
         return known
 
-    def _like_nearest(self, size: int, stretch: int) -> _Regime:
-        """Where learning begins: as with the nearest contexts that such batches had."""
-        others = [other for bits, other in self._regimes if bits == size]
-        if others:
-            near = self._regimes[size, min(others, key=lambda other: abs(other - stretch))]
-            return _Regime(near.surplus.copy())
-        levels = 0.7 ** np.arange(1, self.config.d_max + 1)[:, None]
-        prior: FloatArray = levels * 0.3 ** np.arange(self.config.w_max)[None, :]
-        return _Regime(prior)
-
-    def _rate(self, regime: _Regime) -> float:
+    def _rate(self, regime: Regime) -> float:
         """What a second is worth now: less while the host is busy."""
         return regime.rate.value / self.costs.slowdown
 
-    def _add_rate(self, regime: _Regime, rate: float) -> None:
+    def _add_rate(self, regime: Regime, rate: float) -> None:
         regime.rate.add(rate * self.costs.slowdown)
 
     def _weigh(self, running: RunningBatch, context: Context, now_s: float) -> FloatArray:
@@ -181,10 +144,9 @@ class PricedPolicy(BasePolicy):
     ) -> tuple[int, int]:
         """(d, w) with the most expected value per second, by what levels and beams have been worth so far.
 
-        ``surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of its verify
-        token, where nothing was offered. ``left`` [n, d_max]: what ``uncovered`` leaves of that; None = all.
-        ``read``: what a step reads of the contexts. Now and then one more level or beam is drafted, because
-        otherwise its worth could never be learned.
+        ``left`` [n, d_max]: what ``uncovered`` leaves of ``Regime.surplus``; None = all. ``read``: what a
+        step reads of the contexts. Now and then one more level or beam is drafted, because otherwise its
+        worth could never be learned.
 
         All costs are those of now. Steps of now against a rate of past iterations would end drafting when the
         host becomes busy, although verifications take longer as well.
@@ -253,8 +215,6 @@ class PricedPolicy(BasePolicy):
         ``worth``: of every node, beyond its price, [m]."""
         n, w, row = len(plan.running), plan.draft.width, trees.row
         steps = min(trees.draft_steps, self.config.d_max)
-        regime = self._regime(plan.running)
-        surplus, taught, missed = regime.surplus, regime.taught, regime.missed
         # Drafted nodes stand first in their level, in the order of beams; those that only a second draft
         # model made stand behind them.
         first = np.append(True, (row[1:] != row[:-1]) | (trees.depth[1:] != trees.depth[:-1]))
@@ -263,22 +223,13 @@ class PricedPolicy(BasePolicy):
         drafted = source & DRAFTED > 0
         mine = (source & ~DRAFTED == 0) & (trees.depth <= steps)
         place = (trees.depth[mine] - 1) * w + beam[mine] % w
-        total = np.bincount(place, worth[mine], steps * w).reshape(steps, w)
+        total = np.asarray(np.bincount(place, worth[mine], steps * w), np.float64).reshape(steps, w)
         left = uncovered(plan.running.offered, n, steps)
         left[np.bincount(row[drafted], minlength=n) == 0] = 0.0
-        rows = left.sum(axis=0)[:, None]
-        taught[:steps] += rows[:, 0]
-        # A level that is drafted after a while tells what all iterations since would have told.
-        recent = (1.0 - (1.0 - self.config.surplus_rate) ** (1.0 + missed[:steps, None])) / n
-        missed[:steps] = 0
-        missed[steps:] += steps == plan.draft.depth  # else the frontier has told that it brings nothing
-        rate = rows * np.maximum(recent, 1.0 / (PRIOR_WORTH + taught[:steps, None]))
-        seen = surplus[:steps, :w]
-        seen[:] = blend(seen, total / np.maximum(rows, 1e-9), rate)
-        # Levels that were never drafted: what those above say.
-        if known := int(taught.nonzero()[0].max(initial=-1)) + 1:
-            further = np.arange(1, len(surplus) - known + 1)[:, None]
-            surplus[known:] = surplus[known - 1] * self.level_rate.value**further
+        regime, rate = self._regime(plan.running), self.config.surplus_rate
+        # Where fewer levels were made than planned, the frontier has told that further ones bring nothing.
+        regime.learn(total, left.sum(axis=0), n, rate, may_go_deeper=steps == plan.draft.depth)
+        regime.extend(self.level_rate.value)
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Whether another draft step pays: the frontier's expected value against the worth of its time.
