@@ -172,7 +172,7 @@ def _more_likely(measured: LatencyModel, kept: LatencyModel) -> LatencyModel:
             ratio,
         )
     elif ratio < 1 / FAR:
-        logger.info("AdaServe: this host is %.1f times as fast as when it was last known", 1 / ratio)
+        logger.info("AdaServe: this host is %.1f times as fast as when its costs were saved", 1 / ratio)
         return measured
     return kept
 
