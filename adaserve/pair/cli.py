@@ -210,7 +210,7 @@ def evaluate_pair(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Measure loss, repetition, agreement and accepted tokens of draft and head (the loss needs the corpus)."""
+    """Measure loss, repetition, agreement and accepted tokens of draft and heads (loss needs the corpus)."""
     from adaserve.pair.evaluate import evaluate, write_acceptance
 
     folder = pair if pair is not None else weights_folder()
