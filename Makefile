@@ -48,7 +48,7 @@ bench: env ## Measure TPOT against plain decoding at several batch sizes; JSON u
 sweep: env ## Systems against load on a real server, judged by both SLOs (80 minutes; ARGS=--quick: four)
 	@$(BIN)/adaserve bench sweep $(ARGS)
 
-soak: env ## Random mixes of everything against one server, with invariants checked all the time (MINUTES=10 or REQUESTS=N)
+soak: env ## A long test: random requests of every kind, invariants checked all the time (MINUTES=10 or REQUESTS=N)
 	@$(BIN)/adaserve bench soak $(if $(REQUESTS),--requests $(REQUESTS),--minutes $(MINUTES)) $(ARGS)
 
 results: env ## Draw the tables and figures under results/ again from their records

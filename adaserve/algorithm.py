@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from adaserve.config import MOST_RUNNING, AdaServeConfig
+from adaserve.config import MOST_RUNNING, AdaServeConfig, ConfigError
 from adaserve.draft_kind import kind_at
 from adaserve.host import ATTENTION_BACKEND, on_device
 from adaserve.identity import NAME, ensure_registered
@@ -85,7 +85,7 @@ def leave_graphs_to_us(args: Any, ours: AdaServeConfig) -> None:
 
 
 def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
-    """Raises ValueError with the remedy for a combination that ADASERVE cannot serve."""
+    """Raises ConfigError with the remedy for a combination that ADASERVE cannot serve."""
     from sglang.srt.environ import envs
 
     refusals = [
@@ -162,7 +162,7 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
     ]
     for refused, reason in refusals:
         if refused:
-            raise ValueError(f"--speculative-algorithm ADASERVE: {reason}")
+            raise ConfigError(f"--speculative-algorithm ADASERVE: {reason}")
 
 
 def register() -> None:

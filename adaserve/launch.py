@@ -1,7 +1,7 @@
 """Runs SGLang's server so that it can be stopped while it starts: python -m adaserve.launch MODULE ARGUMENTS.
 
 SGLang heeds signals once it serves. Until then, for half a minute, Ctrl-C ended in a traceback of each of its
-processes, in whatever line they were.
+processes, in whatever line they were. Settings that cannot be served ended in a traceback as well.
 """
 
 from __future__ import annotations
@@ -40,10 +40,15 @@ def stop_cleanly() -> None:
 
 if __name__ == "__main__":
     stop_cleanly()
+    from adaserve.errors import UserError
     from adaserve.lifetime import die_with_parent
     from adaserve.processes import remove_leftovers
 
     die_with_parent()  # our plugin does it, too, but SGLang is imported first
     remove_leftovers()
     del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

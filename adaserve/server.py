@@ -328,7 +328,8 @@ class ServerProcess:
         errors = [
             line
             for line in lines
-            if line.startswith(("ValueError", "RuntimeError", "adaserve.", "adaserve: ")) or "Error: " in line
+            if line.startswith(("ValueError", "RuntimeError", "adaserve.", "adaserve: ", "error: "))
+            or "Error: " in line
         ]
         return "\n".join(errors[-3:] or lines[-15:])
 

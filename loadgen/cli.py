@@ -79,7 +79,7 @@ def bench_serve(
     ] = None,
     temperature: Annotated[Number, _requests("Sampling temperature, for every class.")] = None,
     ignore_eos: Annotated[
-        bool | None, _requests("Generate the full length; SGLang and vLLM know this.")
+        bool | None, _requests("Generate the full length (SGLang and vLLM accept this).")
     ] = None,
     warmup: Annotated[
         Number, _output("First seconds of the run, which are not judged.", show_default="0")

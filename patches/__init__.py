@@ -7,6 +7,7 @@ where the registry gave up (``require_applied``).
 
 from __future__ import annotations
 
+import logging
 import pkgutil
 from collections.abc import Callable, Collection
 from importlib import import_module
@@ -112,8 +113,17 @@ def apply_all() -> None:
     """Registers all hooks; SGLang applies them right after its plugins were loaded. Raises PatchError."""
     if (found := version("sglang")) != SGLANG_VERSION:
         raise PatchError(f"This is sglang {found}")
+    logging.getLogger(HookRegistry.__module__).addFilter(not_ours_alone)
     for name in chain.from_iterable(MODULES.values()):
         import_module(f"adaserve.patches.{name}").register()
+
+
+def not_ours_alone(record: logging.LogRecord) -> bool:
+    """False for SGLang's warning of two hooks around one function, where both are ours and made for that."""
+    values: Any = record.args
+    return (
+        not record.msg.startswith("Multiple AROUND hooks") or values[2].count("plugin=adaserve,") < values[1]
+    )
 
 
 def require_applied() -> None:

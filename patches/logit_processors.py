@@ -70,7 +70,7 @@ def _apply(processor: Any, logits: Tensor, params: dict[str, Any]) -> None:
         if not result.max().isfinite():
             raise ValueError("it returned logits that no token can be drawn from")
     except Exception as error:
-        logger.warning("adaserve: a custom logit processor failed: %r", error)
+        logger.warning("AdaServe: a custom logit processor failed: %r", error)
         _end(params[REQUEST], error)
     else:
         logits.copy_(result)

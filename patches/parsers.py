@@ -65,7 +65,7 @@ def _limited(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with limited_time():
             return parse(*args, **kwargs)
     except RecursionError as error:
-        raise RequestError("the text was given up: what it holds is nested too deeply") from error
+        raise RequestError("the text was not parsed: its contents are nested too deeply") from error
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def _take_in(original: Callable[..., None], self: Any, recv_req: Any, **more: An
     except Exception:
         if is_live(self, recv_req.rid):
             raise
-        logger.exception("adaserve: request %r could not be accepted and was refused", recv_req.rid)
+        logger.exception("AdaServe: request %r could not be accepted and was refused", recv_req.rid)
         return _refuse(
             self, recv_req, HTTPStatus.INTERNAL_SERVER_ERROR, "the scheduler could not accept this request"
         )
@@ -152,7 +152,7 @@ def _open_session(original: Callable[..., Any], self: Any, recv_req: Any) -> Any
 
     if len(self.sessions) < MAX_SESSIONS:
         return original(self, recv_req)
-    logger.warning("adaserve: session %r is refused: %s are open", recv_req.session_id, MAX_SESSIONS)
+    logger.warning("AdaServe: session %r is refused: %s are open", recv_req.session_id, MAX_SESSIONS)
     return OpenSessionReqOutput(session_id=recv_req.session_id, success=False)
 
 

@@ -42,5 +42,5 @@ class FewChunks(h11.Connection):
             self._chunks += event.chunk_end
             self._bytes += len(event.data)
             if self._chunks > FREE_CHUNKS and self._bytes < LEAST_BYTES * self._chunks:
-                raise h11.RemoteProtocolError("a body of too many tiny chunks")
+                raise h11.RemoteProtocolError("the body has too many tiny chunks")
         return event

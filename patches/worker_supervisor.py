@@ -39,7 +39,7 @@ def _supervise(server_args: Any, *_: Any, **__: Any) -> None:
 def _end(_supervisor: Any) -> None:
     from sglang.srt.utils import kill_process_tree
 
-    logger.error("adaserve: a process of this server has died, so the server ends; the log says above why")
+    logger.error("AdaServe: a process of this server has died, so the server ends; the log says above why")
     kill_process_tree(os.getpid())
 
 

@@ -140,7 +140,7 @@ def bench_kernels(
     rounds: Annotated[int, typer.Option(min=1, help="Forwards of each median.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),
     layers: Annotated[int, typer.Option(min=1, help="Layers of the widened target.")] = 4,
-    avx2: Annotated[bool, typer.Option("--avx2", help="Do without AVX-512 on a host that has it.")] = False,
+    avx2: Annotated[bool, typer.Option("--avx2", help="Use AVX2 only, even where there is AVX-512.")] = False,
     against: Annotated[
         Path | None,
         typer.Option(

@@ -80,4 +80,4 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
                 raise RequestError(f"messages[{i}].images is not served: {_IMAGES}")
     best, n = body.get("best_of", 1), body.get("n") or 1
     if is_integer(best) and is_integer(n) and best > n:
-        raise RequestError("best_of is not served: ask for as many answers with n, and choose")
+        raise RequestError("best_of is not served: ask for several answers with n, and choose one yourself")

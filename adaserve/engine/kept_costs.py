@@ -167,12 +167,12 @@ def _more_likely(measured: LatencyModel, kept: LatencyModel) -> LatencyModel:
     ratio = float(np.median(measured.verify_s(sizes, Context(256.0)) / kept.verify_s(sizes, Context(256.0))))
     if ratio > FAR:
         logger.warning(
-            "AdaServe: forwards take %.1f times as long as when this host was last known; it seems to be "
-            "busy, so what was known then is the start",
+            "AdaServe: forwards take %.1f times as long as when their costs were saved; the host seems to be "
+            "busy, so the saved costs are used until served traffic corrects them",
             ratio,
         )
     elif ratio < 1 / FAR:
-        logger.info("AdaServe: this host is %.1f times as fast as when it was last known", 1 / ratio)
+        logger.info("AdaServe: this host is %.1f times as fast as when its costs were saved", 1 / ratio)
         return measured
     return kept
 

@@ -111,7 +111,7 @@ class TrainerLink:
         try:
             send(self._connection, message)
         except OSError as error:
-            logger.warning("AdaServe: the trainer did not hear an answer: %s", error)
+            logger.warning("AdaServe: the trainer did not receive a reply: %s", error)
 
     def _heard(self) -> list[Message]:
         assert self._connection is not None
@@ -193,7 +193,7 @@ def stand_back(pid: int, nice: int) -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, pid, nice)
     except OSError as error:  # the server itself has a lower one
-        logger.warning("AdaServe: the trainer has the priority of the server: %s", error)
+        logger.warning("AdaServe: the trainer runs at the priority of the server: %s", error)
     if nice == LAST and hasattr(os, "SCHED_IDLE"):
         try:
             os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))

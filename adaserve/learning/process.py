@@ -124,7 +124,9 @@ class Process:
             version, data = found
             return Snapshot(checked(data, self._trainer.draft.manifest()), version.correction), version
         except (ValueError, OSError) as error:
-            logger.warning("AdaServe: the draft that was kept is not used, the first one learns: %s", error)
+            logger.warning(
+                "AdaServe: the stored draft is not used, and learning starts from the original one: %s", error
+            )
             return None
 
     def _judged(self, found: Judgement) -> bool:

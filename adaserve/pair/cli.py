@@ -132,7 +132,9 @@ def train_head(
     minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes.")] = 20,
     pair: Annotated[
         Path | None,
-        typer.Option(help="Folder with target/, whose head this is.", show_default="the shipped one"),
+        typer.Option(
+            help="Folder with target/, the model that the head is for.", show_default="the shipped one"
+        ),
     ] = None,
     written_tokens: Annotated[
         int, typer.Option(min=50_000, help="Tokens the target writes for its head.")
@@ -175,7 +177,9 @@ def average(
     first: Annotated[Path, typer.Argument(help="Folder of a trained draft.")],
     second: Annotated[Path, typer.Argument(help="Folder of the draft that it was trained from.")],
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
-    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of the second draft in the result.")] = 0.2,
+    share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the second draft in the result, 0 to 1.")
+    ] = 0.2,
 ) -> None:
     """Average a draft with the one it was trained from, to bring back what training made it forget."""
     from adaserve.pair.packed import average
@@ -201,7 +205,7 @@ def evaluate_pair(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Measure loss, loops, agreement and accepted tokens of draft and head (the loss needs the corpus)."""
+    """Measure loss, repetition, agreement and accepted tokens of draft and heads (loss needs the corpus)."""
     from adaserve.pair.evaluate import evaluate, write_acceptance
 
     folder = pair if pair is not None else weights_folder()

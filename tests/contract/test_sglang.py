@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import pkgutil
 import time
 from collections.abc import Iterator
@@ -332,6 +333,24 @@ def test_fields(path: str) -> None:
 @pytest.mark.parametrize("path", MEMBERS)
 def test_member(path: str) -> None:
     pkgutil.resolve_name(path)
+
+
+@pytest.mark.parametrize(("others", "warned"), [([], 0), (["plugin=other, dist=other"], 1)])
+def test_a_warning_of_our_own_hooks_is_left_out(
+    others: list[str], warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.plugins import hook_registry
+
+    says = "Multiple AROUND hooks on '%s' (%d hooks, from: %s)."
+    assert says.removesuffix(".") in inspect.getsource(hook_registry)
+    sources = ["plugin=adaserve, dist=adaserve"] * 2 + others
+    logger = logging.getLogger(hook_registry.__name__)
+    logger.addFilter(patches.not_ours_alone)
+    try:
+        logger.warning(says, "a.b", len(sources), ", ".join(sources))
+    finally:
+        logger.removeFilter(patches.not_ours_alone)
+    assert len(caplog.records) == warned
 
 
 def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:

@@ -100,7 +100,7 @@ def test_a_busy_start_trusts_what_is_kept(caplog: pytest.LogCaptureFixture) -> N
     kept_costs.save_learned(META, KEPT)
     with caplog.at_level(logging.WARNING):
         assert one_token_ms(start(6.0)) == pytest.approx(10.0)
-    assert "6.0 times as long as when this host was last known" in caplog.text
+    assert "6.0 times as long as when their costs were saved" in caplog.text
 
 
 def test_a_host_that_became_faster_is_measured_anew() -> None:

@@ -41,6 +41,16 @@ def test_a_server_that_starts_is_stopped(tmp_path: Path, number: signal.Signals,
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
 
+def test_settings_that_cannot_be_served_are_said_in_one_line(tmp_path: Path) -> None:
+    code = "from adaserve.config import ConfigError\nraise ConfigError('use --page-size 1')"
+    (tmp_path / "starting.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "adaserve.launch", "starting"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "error: use --page-size 1\n")
+
+
 def test_the_command_is_quiet_before_its_modules_are_there() -> None:
     code = (
         "import signal, sys\n"

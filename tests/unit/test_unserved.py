@@ -33,7 +33,7 @@ SCHEMA = {"type": "object"}
         (COMPLETIONS, {"guided_regex": "a"}, "guided_regex is not served: use response_format, json_schema"),
         (COMPLETIONS, {"grammar": "root ::= [a]"}, "grammar is not served: use response_format, json_schema"),
         (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs is not served: use return_logprob"),
-        (COMPLETIONS, {"best_of": 3, "n": 2}, "best_of is not served: ask for as many answers with n"),
+        (COMPLETIONS, {"best_of": 3, "n": 2}, "best_of is not served: ask for several answers with n"),
         (COMPLETIONS, {"best_of": 2}, "best_of is not served"),
         (RESPONSES, {"response_format": SCHEMA}, "response_format is not served: use text.format"),
         (RESPONSES, {"regex": "a"}, "regex is not served: use text.format"),

@@ -237,7 +237,7 @@ def fleet(
     baseline_ms: Baseline = None,
     out: JsonFile = None,
 ) -> None:
-    """Serve a trace with a fleet: a million requests take a quarter of an hour on one core."""
+    """Simulate a fleet that serves a trace: a million requests take a quarter of an hour on one core."""
     from adaserve.bench.simulate.fleet import SimulatedFleet
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_workload

@@ -27,7 +27,7 @@ def bench_soak(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the mix.")] = 0,
     out: Annotated[Path, results_folder("soak")],
 ) -> None:
-    """Send random mixes of everything to a real server, and check invariants while it runs.
+    """Send random requests of every kind to a real server, and check invariants while it runs.
 
     The server has little memory and several HTTP processes. Clients stream, leave, abort, read slowly and
     get killed, while the policy changes. Ctrl-C stops it cleanly. Exit code 1: an invariant was violated."""

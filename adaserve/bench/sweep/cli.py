@@ -99,7 +99,7 @@ def bench_sweep(
     max_tokens: Annotated[
         int | None,
         _traffic(
-            "What requests state as max_tokens. Answers end before, where nobody knows. "
+            "max_tokens of every request. Answers end earlier, at a length that no system knows. "
             "0: exactly the length of each answer.",
             min=0,
             show_default="512",
