@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from adaserve.patches.served_worker import ServedWorker
+
+logger = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 """What a header can carry, and can be compared with."""
@@ -60,13 +63,27 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         require_applied()
         config = AdaServeConfig.load()
         refuse_unsupported(server_args, config)
-        server_args.speculative_num_steps = config.deepest
-        server_args.speculative_eagle_topk = config.max_width
-        server_args.speculative_num_draft_tokens = 1 + config.max_candidates
+        size_reserve(server_args, config)
         server_args.enable_mixed_chunk = False
         leave_graphs_to_us(server_args, config)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MOST_RUNNING
+
+
+def size_reserve(args: Any, config: AdaServeConfig) -> None:
+    """Sets SGLang's sizes of trees, which its KV reserve is worked out from. Those that were given are not
+    used."""
+    sizes = {
+        "speculative_num_steps": (config.deepest, "--adaserve-max-depth"),
+        "speculative_eagle_topk": (config.max_width, "--adaserve-max-width"),
+        "speculative_num_draft_tokens": (1 + config.max_candidates, "--adaserve-budget"),
+    }
+    for name, (size, ours) in sizes.items():
+        given = getattr(args, name)
+        if given not in (None, size):
+            flag = name.replace("_", "-")
+            logger.warning("AdaServe: --%s %s has no effect: see %s", flag, given, ours)
+        setattr(args, name, size)
 
 
 def leave_graphs_to_us(args: Any, ours: AdaServeConfig) -> None:

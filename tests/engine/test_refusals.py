@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
-from adaserve.algorithm import refuse_unsupported
+from adaserve.algorithm import refuse_unsupported, size_reserve
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
 from adaserve.engine.sources.draft_model import require_common_vocabulary, require_servable
@@ -213,3 +213,17 @@ def test_a_server_that_is_refused_ends_with_the_sentence(pair: Path, tmp_path: P
     )
     assert ended.returncode != 0
     assert "page size 16 is not supported: use --page-size 1" in ended.stderr + ended.stdout
+
+
+def test_sizes_of_trees_that_sglang_was_given_are_not_silently_lost(caplog: pytest.LogCaptureFixture) -> None:
+    config = AdaServeConfig(max_depth=4, max_width=2)
+    args = SimpleNamespace(
+        speculative_num_steps=9, speculative_eagle_topk=2, speculative_num_draft_tokens=None
+    )
+    for _ in range(2):  # SGLang resolves its arguments in every process
+        size_reserve(args, config)
+    assert (args.speculative_num_steps, args.speculative_eagle_topk) == (config.deepest, 2)
+    assert args.speculative_num_draft_tokens == 1 + config.max_candidates
+    assert [r.getMessage() for r in caplog.records] == [
+        "AdaServe: --speculative-num-steps 9 has no effect: see --adaserve-max-depth"
+    ]
