@@ -60,6 +60,17 @@ def wrong_fields(errors: Sequence[dict[str, Any]], body: Any) -> str:
     return "; ".join(told[:MAX_ERRORS]) + ("; and more" if len(told) > MAX_ERRORS else "")
 
 
+def not_json(errors: Sequence[dict[str, Any]], body: Any, kind: str, encoding: str) -> str | None:
+    """What is wrong with how a body was sent, if that is why it could not be read. ``kind`` and ``encoding``:
+    of its headers, empty where they are missing."""
+    if encoding.strip().lower() not in ("", "identity") and any(e["type"] == "json_invalid" for e in errors):
+        return f"the body is encoded as {shown(encoding)}: send it as it is, without content-encoding"
+    if isinstance(body, bytes) or any(tuple(e.get("loc", ())) == ("header", "content-type") for e in errors):
+        sent = f"got {shown(kind)}" if kind else "which is missing"
+        return f"the body must be JSON, and said to be by the header content-type: application/json, {sent}"
+    return None
+
+
 def _path(error: dict[str, Any], body: Any) -> str:
     """Pydantic also names the types that it tries; they are in no body."""
     path, here = "", body
