@@ -42,6 +42,7 @@ REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
     *(({"stop_token_ids": [bad]}, r"stop_token_ids\[0\] must be a token id from 0 to 511")
       for bad in (-1, V, 2**31, 2**70, True, 1.0, "5")),
     ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
+    *(({"stop_regex": bad}, "stop_regex.* must be text of 0 to 256 characters") for bad in (5, 10**5000, ["a", [10**5000]])),
     *(({"logit_bias": {bad: 1.0}}, "logit_bias needs keys from 0 to 511")
       for bad in ("-1", str(V), "x", "", " 1", "1_0", "٣", "9" * 5000)),
     *(({"logit_bias": {"3": bad}}, r"logit_bias\[3\] must be a number from -1e\+06 to 1e\+06")
