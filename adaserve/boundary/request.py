@@ -64,6 +64,12 @@ def top_logprobs_num(name: str, value: Any, limits: Limits) -> None:
     integer(0, min(limits.vocab_size, MAX_TOP_LOGPROBS))(name, value, limits)
 
 
+def hidden_states(name: str, value: Any, limits: Limits) -> None:
+    """false, or what SGLang refuses in words of its own."""
+    if not isinstance(value, str):
+        flag(name, value, limits)
+
+
 def session_params(name: str, value: Any, limits: Limits) -> None:
     """Which turn of which session is continued."""
     mapping(name, value, limits)
@@ -107,6 +113,7 @@ EACH: dict[str, Check] = {
     "return_logprob": flag,
     "logprob_start_len": integer(-1),
     "top_logprobs_num": top_logprobs_num,
+    "return_hidden_states": hidden_states,
     "return_sampling_mask": flag,
     "sampling_logprobs_mode": label,
     "custom_logit_processor": text(1 << 20),
@@ -176,7 +183,7 @@ WHOLE: dict[str, Check] = {
 }
 """Fields with one value for the whole request."""
 
-BY_SGLANG = frozenset({*OF_MEDIA, "return_hidden_states"}) - WHOLE.keys()
+BY_SGLANG = frozenset(OF_MEDIA) - WHOLE.keys()
 """Fields that SGLang checks itself, or that are dropped for a model of text."""
 
 
