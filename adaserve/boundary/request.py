@@ -11,7 +11,6 @@ from adaserve.boundary.errors import RequestError, shown
 from adaserve.boundary.limits import (
     INT32_MAX,
     MAX_BATCH,
-    MAX_ID_CHARACTERS,
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
     MAX_REPEATED_LOGPROBS,
@@ -24,6 +23,7 @@ from adaserve.boundary.values import (
     absent,
     finite,
     flag,
+    identifier,
     integer,
     is_integer,
     label,
@@ -37,7 +37,7 @@ _signed = integer(-INT32_MAX - 1, INT32_MAX)
 _lora = absent("LoRA adapters are not served by ADASERVE")
 _internal = absent("it is SGLang's own and not for clients")
 _positions = absent("ADASERVE reads logits at generated positions only")
-session_id = text(MAX_ID_CHARACTERS, least=1)
+session_id = identifier
 
 
 def media(name: str, value: Any, limits: Limits) -> None:
@@ -109,7 +109,7 @@ _SESSION: dict[str, Check] = {
 EACH: dict[str, Check] = {
     "text": prompt_text,
     "sampling_params": check_sampling,
-    "rid": text(MAX_ID_CHARACTERS, least=1),
+    "rid": identifier,
     "return_logprob": flag,
     "logprob_start_len": integer(-1),
     "top_logprobs_num": top_logprobs_num,

@@ -110,6 +110,8 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"text": "a\udc00"}, "not a character of UTF-8"),
     *(({"rid": bad}, "rid must be text of 1 to 256 characters") for bad in ("", 5, True, {}, "x" * 257)),
     ({"rid": ["a"]}, "rid must be one value for one prompt"),
+    *(({"rid": bad}, "rid may hold printable characters only") for bad in ("a\n[ERROR] b", "\x00", "\u202ea")),
+    ({"session_id": "a\rb"}, "session_id may hold printable characters only"),
     ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid must have 2 entries"),
     ({"input_ids": [[1], [2]], "rid": ["a", 5]}, r"rid\[1\] must be text"),
     ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params must have 2 entries"),
