@@ -1,5 +1,5 @@
-"""Compiled grammars are kept up to a limit, compiling gives way to models on a CPU, and a grammar that was
-late is not refused for ever.
+"""Compiled grammars are kept up to a limit, compiling gives way to models on a CPU, long grammars do not hold
+up the others, and a grammar that was late is not refused for ever.
 
 Why: SGLang keeps every grammar that a client has ever sent, and xgrammar keeps it once more. Many clients
 make a schema for one request, with an enum of what they have at hand. So a server would grow until its host
@@ -7,6 +7,9 @@ has no memory, and a client who wants that needs some minutes. Here those that w
 
 SGLang also remembers that compiling a grammar took too long, and refuses it from then on. But compilations
 wait for one another, so another client's may have been the reason.
+
+xgrammar's time grows with the square of a schema: an enum of 20,000 words takes 17 s, and two of those had
+all others wait, until they were refused as late. So long ones have a thread of their own, and wait there.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -30,6 +33,9 @@ MOST_BYTES = 256 << 20
 NICE = 10
 """Of a thread that compiles beside models on a CPU: where both want a core, it gets a tenth."""
 
+LONG = 16_384
+"""Characters of a grammar that waits for other long ones. Shorter ones took at most a second."""
+
 LATE = "Grammar preprocessing timed out"
 """What SGLang says of a grammar that took too long."""
 
@@ -44,6 +50,18 @@ def register() -> None:
     hook(backend, _limit_compiler, HookType.AFTER)
 
 
+class Compilers(ThreadPoolExecutor):
+    """In place of SGLang's executor, whose ``submit`` gets the grammar's key."""
+
+    def __init__(self, threads: int | None, initializer: Callable[[], None] | None = None) -> None:
+        super().__init__(threads, initializer=initializer)
+        self._of_long = ThreadPoolExecutor(1, initializer=initializer)
+
+    def submit(self, compile: Callable[..., Any], key: tuple[str, str], /, *more: Any) -> Future[Any]:  # type: ignore[override]
+        submit = self._of_long.submit if len(key[1]) > LONG else super().submit
+        return submit(compile, key, *more)
+
+
 def _limit_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:
     """xgrammar keeps what it has compiled as well, by default without a limit. And it compiles with eight
     threads: on two cores, a token of the others took three times as long for seconds."""
@@ -52,10 +70,12 @@ def _limit_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:
 
     if not is_active():
         return
-    threads = 8
-    if not on_device(get_device().device):
+    if on_device(get_device().device):
+        threads = 8
+        backend.executor = Compilers(None)
+    else:
         threads = 1  # the executor's, which gives way
-        backend.executor = ThreadPoolExecutor(usable_cores(), initializer=_give_way)
+        backend.executor = Compilers(usable_cores(), _give_way)
     backend.grammar_compiler = GrammarCompiler(
         backend._tokenizer_info, max_threads=threads, cache_limit_bytes=MOST_BYTES
     )

@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.anthropic.serving import ERROR_TYPE_MAP
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary.bodies import told
-from adaserve.boundary.wording import as_sent, wrong_fields
+from adaserve.boundary.wording import as_sent, not_json, wrong_fields
 from adaserve.patches import hook
 from adaserve.patches.boundary import applies
 
@@ -55,7 +55,9 @@ def mount(app: Any) -> None:
         errors = list(error.errors())
         response = await wrong(request, RequestValidationError(told(errors)))
         sent = error.body if isinstance(error.body, dict) else ()
-        return in_shape(response, sent, message=wrong_fields(errors, error.body))
+        how = [request.headers.get(name, "") for name in ("content-type", "content-encoding")]
+        message = not_json(errors, error.body, *how) or wrong_fields(errors, error.body)
+        return in_shape(response, sent, message=message)
 
     app.add_exception_handler(HTTPException, on_refused)
     app.add_exception_handler(RequestValidationError, on_wrong)

@@ -1,10 +1,14 @@
-"""A text whose tool calls or reasoning take long to find is given up.
+"""A text whose tool calls or reasoning take long to find is given up, and so are tools that take long to
+check.
 
 Why: SGLang's parsers search with regular expressions that take time with the square of the text, in the HTTP
 event loop: 44 KB of ``<tool_call>`` take half a second, a body of 32 MB days, and nobody else is answered.
 ``/parse_function_call`` and ``/separate_reasoning`` take any text; with --tool-call-parser what a model was
 made to write is searched as well. The matcher looks for signals, so a timer can end it. JSON in such a text
 may be nested more deeply than Python reads it.
+
+SGLang checks every schema of a chat's tools in Python, at 0.26 ms a property and as long for a choice: one
+body of 0.3 MB held up everybody's tokens for 6 s.
 
 ``/parse_function_call`` hands over tools of a type that lacks what one of the parsers reads (500).
 """
@@ -27,6 +31,10 @@ PATIENCE_S = 1.0
 """Of processor time, so that a busy host ends nobody's request."""
 
 
+TEXT = "the text was given up: finding tool calls or reasoning in it"
+TOOLS = "tools were given up: send fewer or smaller ones, since checking their schemas"
+
+
 class _GivenUpError(BaseException):
     """Not an Exception: parsers catch these to go on."""
 
@@ -42,6 +50,19 @@ def register() -> None:
     ):
         hook(parse, _limited, HookType.AROUND)
     hook(f"{calls}.__init__", _complete_tools, HookType.AROUND)
+    chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._validate_request"
+    hook(chat, _checked, HookType.AROUND)
+
+
+def _checked(original: Callable[..., str | None], self: Any, request: Any) -> str | None:
+    """What is wrong with a chat; also for the routes that make one of their requests."""
+    if not is_active():
+        return original(self, request)
+    try:
+        with limited_time(TOOLS):
+            return original(self, request)
+    except RequestError as error:
+        return str(error)
 
 
 def _complete_tools(original: Callable[..., None], self: Any, tools: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,9 +90,9 @@ def _limited(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def limited_time() -> Iterator[None]:
-    """Raises RequestError where what is done meanwhile takes too long. In the main thread only, which has the
-    event loop; signals go nowhere else."""
+def limited_time(what: str = TEXT) -> Iterator[None]:
+    """Raises RequestError where ``what`` is done meanwhile takes too long. In the main thread only, which has
+    the event loop; signals go nowhere else."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -80,9 +101,7 @@ def limited_time() -> Iterator[None]:
     try:
         yield
     except _GivenUpError:
-        raise RequestError(
-            f"the text was given up: finding tool calls or reasoning in it takes more than {PATIENCE_S:g} s"
-        ) from None
+        raise RequestError(f"{what} takes more than {PATIENCE_S:g} s") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, heeded)

@@ -132,13 +132,13 @@ def stop_regex(name: str, value: Any, limits: Limits) -> None:
     Python's matcher tries every way in which repeats and alternatives can share out the text: for
     ``(a+)+`` or ``(a|a)*`` exponentially many. So they must be few in all, and end.
     """
+    one_or_list(_stop_text, MAX_STOPS)(name, value, limits)
     if not _effort(limits).is_new("stop_regex", repr(value)):
         return
     ways = 0
 
     def check(name: str, value: Any, limits: Limits) -> None:
         nonlocal ways
-        _stop_text(name, value, limits)
         try:
             ways += _ways(name, regex_parser.parse(value))
         except (re.error, OverflowError, RecursionError) as error:

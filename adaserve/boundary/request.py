@@ -11,7 +11,6 @@ from adaserve.boundary.errors import RequestError, shown
 from adaserve.boundary.limits import (
     INT32_MAX,
     MAX_BATCH,
-    MAX_ID_CHARACTERS,
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
     MAX_REPEATED_LOGPROBS,
@@ -24,6 +23,7 @@ from adaserve.boundary.values import (
     absent,
     finite,
     flag,
+    identifier,
     integer,
     is_integer,
     label,
@@ -37,7 +37,7 @@ _signed = integer(-INT32_MAX - 1, INT32_MAX)
 _lora = absent("LoRA adapters are not served by ADASERVE")
 _internal = absent("it is SGLang's own and not for clients")
 _positions = absent("ADASERVE reads logits at generated positions only")
-session_id = text(MAX_ID_CHARACTERS, least=1)
+session_id = identifier
 
 
 def media(name: str, value: Any, limits: Limits) -> None:
@@ -62,6 +62,12 @@ def prompt_text(name: str, value: Any, _: Limits) -> None:
 def top_logprobs_num(name: str, value: Any, limits: Limits) -> None:
     """As many as the vocabulary has, and not more than an answer should hold."""
     integer(0, min(limits.vocab_size, MAX_TOP_LOGPROBS))(name, value, limits)
+
+
+def hidden_states(name: str, value: Any, limits: Limits) -> None:
+    """false, or what SGLang refuses in words of its own."""
+    if not isinstance(value, str):
+        flag(name, value, limits)
 
 
 def session_params(name: str, value: Any, limits: Limits) -> None:
@@ -103,10 +109,11 @@ _SESSION: dict[str, Check] = {
 EACH: dict[str, Check] = {
     "text": prompt_text,
     "sampling_params": check_sampling,
-    "rid": text(MAX_ID_CHARACTERS, least=1),
+    "rid": identifier,
     "return_logprob": flag,
     "logprob_start_len": integer(-1),
     "top_logprobs_num": top_logprobs_num,
+    "return_hidden_states": hidden_states,
     "return_sampling_mask": flag,
     "sampling_logprobs_mode": label,
     "custom_logit_processor": text(1 << 20),
@@ -176,7 +183,7 @@ WHOLE: dict[str, Check] = {
 }
 """Fields with one value for the whole request."""
 
-BY_SGLANG = frozenset({*OF_MEDIA, "return_hidden_states"}) - WHOLE.keys()
+BY_SGLANG = frozenset(OF_MEDIA) - WHOLE.keys()
 """Fields that SGLang checks itself, or that are dropped for a model of text."""
 
 

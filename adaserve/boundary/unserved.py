@@ -6,7 +6,7 @@ are refused, in a sentence that says what to use. What changes only speed or boo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adaserve.boundary.errors import RequestError
@@ -24,6 +24,7 @@ CONSTRAINTS = (
 INSTEAD = {
     "allowed_token_ids": "use a grammar, or logit_bias",
     "bad_words": "use logit_bias, which can forbid tokens",
+    "beam_width": "ADASERVE drafts trees and does not serve beam search",
     "chat_template": "the server has its own, see --chat-template",
     "documents": "put them into the messages, or into chat_template_kwargs",
     "functions": "use tools",
@@ -60,6 +61,21 @@ _ROUTES = {
 }
 """Route -> field that it ignores -> what to use."""
 
+_LENGTHS = ("max_new_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict")
+_NAMES = {
+    "min_new_tokens": "min_tokens", "sampling_seed": "seed", "return_logprob": "logprobs",
+    "stop_sequences": "stop",
+}  # fmt: skip
+_OWN: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
+    **dict.fromkeys(
+        ("/v1/chat/completions", "/invocations"), (("max_tokens", "max_completion_tokens"), _NAMES)
+    ),
+    "/v1/completions": (("max_tokens",), _NAMES),
+    "/v1/responses": (("max_output_tokens",), {"stop_sequences": "stop"}),
+    "/v1/messages": (("max_tokens",), {"stop": "stop_sequences"}),
+}
+"""Route -> its names for the longest answer -> other routes' names for what it knows -> its own."""
+
 _OF_SAMPLING = FIELDS.keys() - EACH.keys() - WHOLE.keys()
 
 
@@ -74,10 +90,24 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
     for name, use in _ROUTES.get(path, {}).items():
         if body.get(name):
             raise RequestError(f"{name} is not served: {use}")
+    if path in _OWN:
+        _require_own_names(body, *_OWN[path])
     if path == "/api/chat" and isinstance(body.get("messages"), list):
         for i, message in enumerate(body["messages"]):
             if isinstance(message, Mapping) and message.get("images"):
                 raise RequestError(f"messages[{i}].images is not served: {_IMAGES}")
     best, n = body.get("best_of", 1), body.get("n") or 1
-    if is_integer(best) and is_integer(n) and best > n:
+    if is_integer(best) and is_integer(n) and best > max(n, 1):
         raise RequestError("best_of is not served: ask for several answers with n, and choose one yourself")
+
+
+def _require_own_names(body: Mapping[str, Any], lengths: Sequence[str], names: Mapping[str, str]) -> None:
+    """Raises RequestError for a field under another route's name, unless its own is there as well: a server
+    would write answers of its usual length, or draw by another seed."""
+    if body.get("sampling_params"):
+        raise RequestError("sampling_params is not served here: put its fields into the body itself")
+    if all(body.get(name) is None for name in lengths):
+        names = {**dict.fromkeys(_LENGTHS, lengths[0]), **names}
+    for name, own in names.items():
+        if body.get(name) and name not in lengths and body.get(own) is None:
+            raise RequestError(f"{name} is not served here: use {own}")

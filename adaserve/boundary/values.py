@@ -61,6 +61,14 @@ def text(most: int, *, least: int = 0) -> Check:
 label = text(MAX_ID_CHARACTERS)
 
 
+def identifier(name: str, value: Any, limits: Limits) -> None:
+    """The name of a request or a session. SGLang logs it as it is, and a line break would begin a line of the
+    client's own."""
+    text(MAX_ID_CHARACTERS, least=1)(name, value, limits)
+    if not value.isprintable():
+        raise RequestError(f"{name} may hold printable characters only, got {shown(value)}")
+
+
 def require_encodable(name: str, value: str) -> None:
     """Raises RequestError for text with half a surrogate pair, which JSON can write and UTF-8 cannot."""
     if value.isascii():

@@ -34,6 +34,9 @@ sent."""
 
 _NAME = re.compile(r"\bsampling_params\.\w+|^\w+|\b(?:max|min)_new_tokens\b")
 
+_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: |Check failed: \(.*?\) is false: ")
+"""How xgrammar begins: ``[18:46:22] /project/cpp/compiler.cc:12: Check failed: (a < b) is false: ``."""
+
 
 def as_sent(message: str, sent: Collection[str], known: Collection[str]) -> str:
     """``message`` with the names of the fields that the client has ``sent``, or else those that it could have
@@ -58,6 +61,23 @@ def wrong_fields(errors: Sequence[dict[str, Any]], body: Any) -> str:
         if not path.endswith(".role") or not any(p.startswith(path.removesuffix("role")) for p in of_others)
     ]
     return "; ".join(told[:MAX_ERRORS]) + ("; and more" if len(told) > MAX_ERRORS else "")
+
+
+def of_compiler(message: str) -> str:
+    """What a grammar's compiler says, in a line and without the places in its own source."""
+    said = " ".join(_SOURCE.sub("", message).split())
+    return said or "it cannot be compiled, and the compiler does not say why"
+
+
+def not_json(errors: Sequence[dict[str, Any]], body: Any, kind: str, encoding: str) -> str | None:
+    """What is wrong with how a body was sent, if that is why it could not be read. ``kind`` and ``encoding``:
+    of its headers, empty where they are missing."""
+    if encoding.strip().lower() not in ("", "identity") and any(e["type"] == "json_invalid" for e in errors):
+        return f"the body is encoded as {shown(encoding)}: send it as it is, without content-encoding"
+    if isinstance(body, bytes) or any(tuple(e.get("loc", ())) == ("header", "content-type") for e in errors):
+        sent = f"got {shown(kind)}" if kind else "which is missing"
+        return f"the body must be JSON, and said to be by the header content-type: application/json, {sent}"
+    return None
 
 
 def _path(error: dict[str, Any], body: Any) -> str:

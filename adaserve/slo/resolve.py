@@ -278,8 +278,9 @@ def _speculation(where: str, value: Any) -> int | None:
     """Most tokens at once; None for None."""
     if value is None:
         return None
-    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
-    number = 0 if text == "off" else int(text) if _COUNT.fullmatch(text) else -1
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    text = value if isinstance(value, str) else ""
+    number = value if whole else 0 if text == "off" else int(text) if _COUNT.fullmatch(text) else -1
     if not 0 <= number <= MOST_SPECULATION:
         raise SLOError(
             f'{where} is {shown(value)}: expected "off" or a number of tokens, 0 to {MOST_SPECULATION}'

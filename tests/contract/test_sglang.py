@@ -81,6 +81,7 @@ TARGETS = {
         "self", "request", "raw_request",
     ],
     f"{OPENAI}.serving_chat.OpenAIServingChat._apply_jinja_template": ["self", "request", "tools"],
+    f"{OPENAI}.serving_chat.OpenAIServingChat._validate_request": ["self", "request"],
     f"{OPENAI}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request": [
         "self", "adapted_request", "request", "raw_request",
     ],

@@ -183,6 +183,7 @@ def rest() -> Iterator[Attack]:
     yield native("nested custom_params", "custom_params", {"custom_params": _nested(20)})
     yield native("custom_params as text", "custom_params", {"custom_params": "x"})
     yield native("beam search", "beam_width", {"beam_width": 4})
+    yield native("hidden states of a single prompt", "one value for one prompt", return_hidden_states=[False])
     yield native("positions to pool", "token_indices_to_pool", token_indices_to_pool=[10**9])
     yield native("delimiters", "multi_item_delimiter_indices", multi_item_delimiter_indices=[-7])
     yield native("overrides", "positional_embed_overrides", positional_embed_overrides={"a": 1})
@@ -217,6 +218,9 @@ def texts() -> Iterator[Attack]:
     wrong = [{"role": "nobody", "content": 5}] * 20_000
     yield chat("many wrong messages", "messages[0].content: Input should be a valid string", messages=wrong)
     yield chat("very many messages", "values besides token ids", messages=wrong * 5)
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(250)}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(100)]
+    yield chat("many large tools", "tools were given up: send fewer or smaller ones", tools=tools)
     call = {"type": "function", "function": {"name": "f"}}
     parse = {"text": "<tool_call>" * 40_000, "tools": [call], "tool_call_parser": "glm47"}
     yield Attack("a text full of calls", "/parse_function_call", parse, "given up")

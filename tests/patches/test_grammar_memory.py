@@ -12,7 +12,7 @@ import pytest
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 
 from adaserve.patches import grammar_memory
-from adaserve.patches.grammar_memory import LATE, NICE, _keep, _limit_compiler, _use
+from adaserve.patches.grammar_memory import LATE, LONG, NICE, Compilers, _keep, _limit_compiler, _use
 
 
 class Backend:
@@ -113,5 +113,27 @@ def test_compiling_gives_way_to_models_on_a_cpu(
     _limit_compiler(None, backend)
     assert compiled_with == [threads]
     usual = niceness()
-    assert vars(backend)["executor"].submit(niceness).result() == min(19, max(usual, NICE * gives_way))
+    for text in ("short", "long" * LONG):
+        ran = vars(backend)["executor"].submit(lambda *_: niceness(), ("json", text), False)
+        assert ran.result() == min(19, max(usual, NICE * gives_way))
     assert niceness() == usual, "only the threads that compile"
+
+
+def test_long_grammars_hold_up_nobody_else() -> None:
+    """However many there are; they were compiled by the same few threads as all others."""
+    may_end, others = threading.Event(), threading.Event()
+
+    class Compiling(BaseGrammarBackend):
+        def _init_value_dispatch(self, key: tuple[str, str], require_reasoning: bool) -> Any:
+            (may_end if len(key[1]) > LONG else others).wait(30)
+            return key[1]
+
+    backend = Compiling()
+    backend.executor = Compilers(2)
+    others.set()
+    long = [backend.get_cached_or_future_value(("json", "x" * (LONG + n)), False)[0] for n in (1, 2, 3)]
+    short = backend.get_cached_or_future_value(("json", "{}"), False)[0]
+    assert short.result(timeout=10) == "{}"
+    assert not any(each.done() for each in long)
+    may_end.set()
+    assert [len(each.result(timeout=10)) - LONG for each in long] == [1, 2, 3]

@@ -6,14 +6,18 @@ import json
 import re
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from sglang.srt.entrypoints.openai import serving_chat
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.protocol import Tool as ChatTool
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.io_struct import Function, Tool
 
 from adaserve.boundary import RequestError
 from adaserve.patches import parsers
-from adaserve.patches.parsers import _complete_tools, _limited
+from adaserve.patches.parsers import _checked, _complete_tools, _limited
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +59,25 @@ def test_tools_of_the_route_are_like_those_of_a_chat() -> None:
         seen: list[ChatTool] = []
         _complete_tools(lambda _, got, seen=seen: seen.extend(got), None, tools)
         assert seen[0].function.strict is None and seen[0].function.parameters == {"type": "object"}
+
+
+def chat(properties: int) -> ChatCompletionRequest:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    return ChatCompletionRequest.model_validate(
+        {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    )
+
+
+def test_tools_that_take_long_to_check_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's check of 4,000 properties takes a second."""
+    monkeypatch.setattr(serving_chat, "get_model", lambda: SimpleNamespace(context_length=256))
+    serving: Any = object.__new__(OpenAIServingChat)
+    serving.is_minimax_m3 = False
+    serving.tokenizer_manager = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=False))
+    original = OpenAIServingChat._validate_request
+    started_s = time.process_time()
+    told = _checked(original, serving, chat(4000))
+    assert told is not None and told.startswith("tools were given up: send fewer or smaller ones")
+    assert time.process_time() - started_s < 0.5
+    assert _checked(original, serving, chat(10)) is None

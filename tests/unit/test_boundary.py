@@ -42,6 +42,7 @@ REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
     *(({"stop_token_ids": [bad]}, r"stop_token_ids\[0\] must be a token id from 0 to 511")
       for bad in (-1, V, 2**31, 2**70, True, 1.0, "5")),
     ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
+    *(({"stop_regex": bad}, "stop_regex.* must be text of 0 to 256 characters") for bad in (5, 10**5000, ["a", [10**5000]])),
     *(({"logit_bias": {bad: 1.0}}, "logit_bias needs keys from 0 to 511")
       for bad in ("-1", str(V), "x", "", " 1", "1_0", "٣", "9" * 5000)),
     *(({"logit_bias": {"3": bad}}, r"logit_bias\[3\] must be a number from -1e\+06 to 1e\+06")
@@ -109,11 +110,16 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"text": "a\udc00"}, "not a character of UTF-8"),
     *(({"rid": bad}, "rid must be text of 1 to 256 characters") for bad in ("", 5, True, {}, "x" * 257)),
     ({"rid": ["a"]}, "rid must be one value for one prompt"),
+    *(({"rid": bad}, "rid may hold printable characters only") for bad in ("a\n[ERROR] b", "\x00", "\u202ea")),
+    ({"session_id": "a\rb"}, "session_id may hold printable characters only"),
     ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid must have 2 entries"),
     ({"input_ids": [[1], [2]], "rid": ["a", 5]}, r"rid\[1\] must be text"),
     ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params must have 2 entries"),
     ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob must have 2 entries"),
     ({"sampling_params": [{}]}, "sampling_params must be one value"),
+    ({"return_hidden_states": [False]}, "return_hidden_states must be one value for one prompt"),
+    ({"text": ["a", "b"], "return_hidden_states": [False]}, "return_hidden_states must have 2 entries"),
+    ({"return_hidden_states": 5}, "return_hidden_states must be true or false"),
     ({"sampling_params": 5}, "sampling_params must be an object"),
     *(({"top_logprobs_num": bad}, "top_logprobs_num must be an integer from 0 to 512")
       for bad in (-1, V + 1, 100_000, 2**31, True, 1.0)),

@@ -11,7 +11,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from adaserve.boundary import RequestError
-from adaserve.boundary.unserved import CONSTRAINTS, INSTEAD, require_served
+from adaserve.boundary.unserved import _OWN, CONSTRAINTS, INSTEAD, require_served
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate",
@@ -35,6 +35,15 @@ SCHEMA = {"type": "object"}
         (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs is not served: use return_logprob"),
         (COMPLETIONS, {"best_of": 3, "n": 2}, "best_of is not served: ask for several answers with n"),
         (COMPLETIONS, {"best_of": 2}, "best_of is not served"),
+        (COMPLETIONS, {"max_new_tokens": 500}, "max_new_tokens is not served here: use max_tokens"),
+        (COMPLETIONS, {"max_completion_tokens": 5}, "max_completion_tokens is not served here: use max"),
+        (COMPLETIONS, {"sampling_seed": 5}, "sampling_seed is not served here: use seed"),
+        (COMPLETIONS, {"beam_width": 4}, "beam_width is not served: ADASERVE drafts trees"),
+        (COMPLETIONS, {"sampling_params": {"temperature": 0}}, "sampling_params is not served here: put its"),
+        (CHAT, {"max_output_tokens": 5}, "max_output_tokens is not served here: use max_tokens"),
+        (CHAT, {"return_logprob": True}, "return_logprob is not served here: use logprobs"),
+        (RESPONSES, {"max_tokens": 5}, "max_tokens is not served here: use max_output_tokens"),
+        (MESSAGES, {"max_tokens": 5, "stop": ["a"]}, "stop is not served here: use stop_sequences"),
         (RESPONSES, {"response_format": SCHEMA}, "response_format is not served: use text.format"),
         (RESPONSES, {"regex": "a"}, "regex is not served: use text.format"),
         (RESPONSES, {"conversation": "conv_1"}, "conversation is not served: send all of the input"),
@@ -64,6 +73,9 @@ def test_what_would_be_ignored_is_refused(path: str, field: dict[str, Any], use:
         (CHAT, {"add_generation_prompt": True, "include_stop_str_in_output": False, "prediction": {}}),
         (COMPLETIONS, {"json_schema": "{}", "best_of": 2, "n": 2, "suffix": "b", "min_tokens": 3}),
         (COMPLETIONS, {"best_of": "x"}),  # for the route to judge
+        (COMPLETIONS, {"n": -1}),  # likewise
+        (COMPLETIONS, {"max_tokens": 5, "max_new_tokens": 5, "sampling_seed": None}),
+        (CHAT, {"max_completion_tokens": 5, "max_output_tokens": 5, "min_tokens": 2, "min_new_tokens": 2}),
         (RESPONSES, {"text": {"format": {"type": "json_object"}}, "store": False}),
         (MESSAGES, {"output_config": {"effort": "low"}, "stop_sequences": ["a"], "thinking": {}}),
         (GENERATE, {"sampling_params": {"regex": "a"}, "temperature": None, "watermark": {}}),
@@ -85,6 +97,8 @@ def test_nothing_is_refused_that_sglang_serves(path: str, model: type[BaseModel]
     names = model.model_fields.keys()
     for name in {*CONSTRAINTS, *INSTEAD} & names:
         require_served({name: "x"}, path)
+    lengths, others = _OWN[path]
+    assert {*lengths, *others.values()} <= names and not others.keys() & names
     for name in {*CONSTRAINTS, *INSTEAD} - names:
         with pytest.raises(RequestError):
             require_served({name: "x"}, path)

@@ -10,7 +10,7 @@ from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 
 from adaserve.boundary import Limits, RequestError, check_request
-from adaserve.boundary.wording import MAX_ERRORS, as_sent, wrong_fields
+from adaserve.boundary.wording import MAX_ERRORS, as_sent, not_json, wrong_fields
 
 # ruff: noqa: E501 - tables read better with one case a line
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -113,3 +113,27 @@ def test_what_is_no_json_is_told_with_its_place() -> None:
 def test_very_many_errors_are_told_in_a_line() -> None:
     told = wrong(ChatCompletionRequest, {"messages": [{"role": "nobody", "content": 5}] * 20_000})
     assert told.count("; ") == MAX_ERRORS and told.endswith("; and more") and len(told) < 1000
+
+
+JSON = "application/json"
+NOT_JSON = {"type": "json_invalid", "loc": ("body", 0), "msg": "JSON decode error", "ctx": {"error": "x"}}
+NO_DICT = {"type": "dict_type", "loc": ("body",), "msg": "Input should be a valid dictionary", "input": b"{}"}
+MEDIA = {"type": "value_error", "loc": ["header", "content-type"], "msg": "Unsupported Media Type"}
+
+
+@pytest.mark.parametrize(
+    ("error", "body", "kind", "encoding", "told"),
+    [
+        (NO_DICT, b"{}", "application/x-www-form-urlencoded", "", "the body must be JSON, and said to be by the header content-type: application/json, got 'application/x-www-form-urlencoded'"),
+        (NO_DICT, b"{}", "", "", "the body must be JSON, and said to be by the header content-type: application/json, which is missing"),
+        (MEDIA, None, "text/plain", "", "the body must be JSON, and said to be by the header content-type: application/json, got 'text/plain'"),
+        (NOT_JSON, "", JSON, "gzip", "the body is encoded as 'gzip': send it as it is, without content-encoding"),
+        (NOT_JSON, "", JSON, "identity", None),
+        (NOT_JSON, "", JSON, "", None),
+        (NO_DICT, [], JSON, "gzip", None),
+    ],
+)  # fmt: skip
+def test_a_body_that_was_sent_wrongly_is_told_how_to_be_sent(
+    error: dict[str, Any], body: Any, kind: str, encoding: str, told: str | None
+) -> None:
+    assert not_json([error], body, kind, encoding) == told
