@@ -82,7 +82,8 @@ def _limit_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:
 
 
 def _give_way() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    mine = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, mine, max(NICE, os.getpriority(os.PRIO_PROCESS, mine)))
 
 
 def _use(backend: Any, key: tuple[str, str], *_: Any, **__: Any) -> None:

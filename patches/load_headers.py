@@ -25,6 +25,9 @@ from adaserve.patches.shedding import REASON, RETRY_AFTER
 ORCA = b"endpoint-load-metrics"
 ORCA_FORMAT = b"endpoint-load-metrics-format"
 
+STRANGERS = (401, 403)
+"""Answers to who has no key, who is told nothing about the server."""
+
 RATE_OVER_S = 10.0
 NAMED = "named_metrics"
 
@@ -82,7 +85,7 @@ class LoadHeaders:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 more = [*_of_shed(message["status"], noted)]
-                if self._orca and scope["method"] == "POST":
+                if self._orca and scope["method"] == "POST" and message["status"] not in STRANGERS:
                     more += _of_load(scope["headers"], self._requests_per_s(time.monotonic()))
                 message = {**message, "headers": [*message.get("headers", []), *more]}
             await send(message)

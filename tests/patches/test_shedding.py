@@ -174,6 +174,12 @@ def test_headers_of_a_request_that_was_shed() -> None:
     assert answer(200, REASON) == {b"a": b"b"}
 
 
+def test_the_load_is_not_told_to_who_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_headers, "_of_load", lambda *_: [(load_headers.ORCA, b"TEXT a=1")])
+    told = {status: load_headers.ORCA in answer(status, {}, orca=True) for status in (200, 401, 403, 429)}
+    assert told == {200: True, 401: False, 403: False, 429: True}
+
+
 @pytest.mark.parametrize("is_single", [True, False])
 def test_a_stream_fails_before_its_status_is_sent(is_single: bool) -> None:
     """A batch may have been answered in part; its stream goes on, and an event says what was refused."""
