@@ -145,7 +145,7 @@ LEGAL: dict[str, list[Any]] = {
     "session_id": ["s"], "stream": FLAG, "log_metrics": FLAG, "no_logs": FLAG, "background": FLAG, "require_reasoning": FLAG,
     "return_text_in_logprobs": FLAG, "return_flat_raw_top_logprobs": FLAG, "return_flat_raw_output_top_logprobs": FLAG,
     "return_flat_raw_top_logprobs_b64": FLAG, "return_routed_experts": FLAG, "return_indexer_topk": FLAG, "return_bytes": FLAG,
-    "return_entropy": FLAG, "return_prompt_token_ids": FLAG, "use_audio_in_video": FLAG, "routed_experts_start_len": [0, 3],
+    "return_entropy": FLAG, "return_hidden_states": [False], "return_prompt_token_ids": FLAG, "use_audio_in_video": FLAG, "routed_experts_start_len": [0, 3],
     "max_thinking_tokens": [0, 3], "priority": [0, -(2**31), 2**31 - 1], "routed_dp_rank": [0, 1], "data_parallel_rank": [0],
     "disagg_prefill_dp_rank": [0, 1], "routing_key": ["r"], "conversation_id": ["c"], "received_time": [0, 1e9, -1e300],
     "external_trace_header": [{}, {"traceparent": "x"}, {"a": 5}], "custom_labels": [{}, {"tenant": "x"}, {"model_name": "x"}],
