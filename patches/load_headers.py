@@ -26,7 +26,7 @@ ORCA = b"endpoint-load-metrics"
 ORCA_FORMAT = b"endpoint-load-metrics-format"
 
 STRANGERS = (401, 403)
-"""Answers to who has no key, who is told nothing about the server."""
+"""Statuses of answers to clients without a key, which learn nothing about the server."""
 
 RATE_OVER_S = 10.0
 NAMED = "named_metrics"

@@ -75,10 +75,6 @@ class Regimes:
             known = self._known[key] = self._like_nearest(*key)
         return known
 
-    def all(self) -> list[Regime]:
-        """All that there are by now."""
-        return list(self._known.values())
-
     def _like_nearest(self, size: int, stretch: int) -> Regime:
         """Where learning begins: as with the nearest contexts that such batches had."""
         others = [other for bits, other in self._known if bits == size]

@@ -49,8 +49,8 @@ class Iteration:
     verified: VerifyBatch
     start_s: float  # by the host's clock
     behind: Mark | None
-    """The end of the last one where a draft was queued behind it: the host does not know when the device has
-    come to the start then, and what lies in between must not be lost from iteration to iteration."""
+    """Where a draft was queued behind the last iteration, that one's end, from which this one is timed: the
+    host does not know when the device has come to the start."""
     marks: Marks
     runs: Sequence[Sequence[Run]]  # its forwards of the target, and of each draft model
     copy: HostCopy  # count int64 [n], emitted int64 [n, stride], accepted bool [T]

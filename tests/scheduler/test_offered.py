@@ -136,7 +136,7 @@ def test_a_level_that_was_not_drafted_of_late_pays_for_none_above_it() -> None:
     assert isinstance(policy, PricedPolicy)
     batch = running(4, tpot_slo_s=np.inf)
     assert policy.plan(batch, 1.0).draft.depth > 0
-    for regime in policy._regimes.all():
+    for regime in policy._regimes._known.values():
         regime.surplus[0] = 0.0
     assert policy.plan(batch, 1.0).draft.depth == 0
 
@@ -198,7 +198,7 @@ def test_the_worth_of_levels_counts_what_only_the_draft_had() -> None:
             trees = replace(beam_trees(1, 1, len(source)), source=np.array(source))
             selection = policy.select(plan, trees)
             policy.observe(outcome_of(plan, trees, selection))
-        return float(policy._regimes.all()[0].surplus[0, 0])
+        return float(next(iter(policy._regimes._known.values())).surplus[0, 0])
 
     one, both = surplus(MODEL), surplus(MODEL, SECOND_MODEL)
     assert one > 0.3 and surplus(MODEL | OFFERED) == pytest.approx(0.0, abs=1e-3)

@@ -294,7 +294,7 @@ class TestPriced:
             trees = below_the_best(16, f)
             selection = policy.select(plan, trees)
             policy.observe(outcome(plan, trees, selection, selection.keep))
-        (regime,) = policy._regimes.all()
+        (regime,) = policy._regimes._known.values()
         assert plan.weight is not None and regime.surplus[:2] == pytest.approx(f * plan.weight[0], abs=0.01)
 
     def played(self, policy: PricedPolicy, n: int, share: float, iterations: int) -> list[int]:
@@ -400,7 +400,7 @@ class TestPriced:
             plan = policy.plan(batch, 1.0)
             assert plan.draft.depth == 0 and plan.weight is not None and plan.weight.min() > 2
             policy.select(plan, nothing)
-        (regime,) = policy._regimes.all()
+        (regime,) = policy._regimes._known.values()
         assert regime.rate.value == pytest.approx(plan.weight.sum() / policy.seconds(plan, nothing, 0)[0])
 
     def test_probes_in_vain_get_rarer_but_never_end(self):
@@ -466,7 +466,7 @@ class TestPriced:
         assert isinstance(policy, PricedPolicy)
         batch = running(4, max_depth=[0, 16, 16, 16])
         policy.plan(batch, 1.0)
-        for regime in policy._regimes.all():
+        for regime in policy._regimes._known.values():
             regime.surplus[:] = 0.0
         probes = [p.draft.rows for p in (policy.plan(batch, 1.0) for _ in range(32)) if p.draft.depth]
         assert [rows.tolist() for rows in probes] == [[False, True, True, True]]

@@ -47,7 +47,7 @@ OTHERS = ("layout", "noise", "moves", "beams")
 OPTIONAL = {
     "filters": "servers sort instead",
     "sglang": "every server computes as wrong without SGLANG_FORCE_FUSED_OP_BACKEND=torch",
-    "prefills": "every server fails where it captures prefills, without --disable-prefill-cuda-graph",
+    "prefills": "every server needs --disable-prefill-cuda-graph, or may fail when it captures prefills",
     "writes": "torch writes KV where that does not compile, and SGLang's own speculation may not run",
 }
 """What to know where they are wrong. Servers can do without."""

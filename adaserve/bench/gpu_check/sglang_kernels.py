@@ -89,10 +89,11 @@ def prefill_graphs(device: torch.device) -> dict[str, Any]:
         out = forward()
     torch.cuda.synchronize(device)
     pairs = []
-    for added[0] in (1.0, 2.0):
+    for number in (1.0, 2.0):
+        added[0] = number
         x.copy_(random(ROWS, SLOTS))
         graph.replay()
-        pairs.append((out.clone(), (x.float() @ first.float() / 8 + added[0]) @ second.float() / 8))
+        pairs.append((out.clone(), (x.float() @ first.float() / 8 + number) @ second.float() / 8))
     return _found("prefills", *pairs)
 
 

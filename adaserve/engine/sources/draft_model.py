@@ -85,7 +85,7 @@ class DraftModels(EagleDraftWorkerBase):
     def init_cuda_graphs(self) -> None:
         for model in self.models:
             model.worker.init_cuda_graphs(capture_decode_cuda_graph=False)
-            # Then SGLang has captured them for the target alone. A head reads prompts in forwards of ours.
+            # SGLang captures them for the target alone, unless asked. Heads read prompts in our forwards.
             has_graphs = check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)
             if has_graphs and model.kind == "model" and on_device(model.runner.device):
                 model.runner.init_prefill_cuda_graph(force_for_draft_worker=True)
