@@ -7,7 +7,8 @@ One JSON object per line (gzip when the name ends in .gz)::
 
 Arrays are lists; infinities are the strings "inf" and "-inf". A learning policy is replayed faithfully only
 from the first iteration on, with all outcomes and in the order of events: ``observed`` tells how many
-outcomes had arrived when an iteration was planned (overlap).
+outcomes had arrived when an iteration was planned, and ``observed_by_selection`` how many when its nodes were
+selected (overlap).
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class RecordedIteration:
     selection: Selection
     outcome: IterationOutcome
     observed: int  # outcomes known when it was planned
+    observed_by_selection: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self._file = _new(path)
         self._observed = 0
-        self._open_plans: dict[int, int] = {}
+        self._known: dict[int, list[int]] = {}  # outcomes at plan and selection, by iteration
         self._failed = False
         self._file.write(json.dumps({"schema_version": SCHEMA_VERSION}) + "\n")
 
@@ -115,14 +117,20 @@ class Recorder:
 
     def planned(self, plan: IterationPlan) -> None:
         """Call right after ``policy.plan``: notes how many outcomes it knew."""
-        self._open_plans[plan.iteration] = self._observed
+        self._known[plan.iteration] = [self._observed]
+
+    def selected(self, plan: IterationPlan) -> None:
+        """Call right after ``policy.select``: notes the same."""
+        self._known[plan.iteration].append(self._observed)
 
     def observed(self, outcome: IterationOutcome) -> None:
         """Call right after ``policy.observe``: writes the line."""
         plan = outcome.plan
+        at_plan, at_selection = self._known.pop(plan.iteration)
         body = {
             "iteration": plan.iteration,
-            "observed": self._open_plans.pop(plan.iteration, self._observed),
+            "observed": at_plan,
+            "observed_by_selection": at_selection,
             "running": _fields_out(plan.running),
             "plan": _fields_out(plan, ("running",)),
             "trees": _fields_out(outcome.trees),
@@ -242,7 +250,9 @@ def _iteration(data: dict[str, Any]) -> RecordedIteration:
     trees = CandidateTrees(**_fields_in(data["trees"]))
     selection = Selection(**_fields_in(data["selection"]))
     outcome = IterationOutcome(plan, trees, selection, **_fields_in(data["outcome"]))
-    return RecordedIteration(plan, trees, selection, outcome, int(data["observed"]))
+    observed = int(data["observed"])
+    by_selection = int(data.get("observed_by_selection", observed))
+    return RecordedIteration(plan, trees, selection, outcome, observed, by_selection)
 
 
 def read_recording(path: Path) -> Iterator[RecordedIteration]:
@@ -256,16 +266,22 @@ def replay(path: Path, policy: Policy) -> list[Mismatch]:
     iterations = [e for e in events if isinstance(e, RecordedIteration)]
     mismatches: list[Mismatch] = []
     known = 0
-    for item in sorted(iterations, key=lambda e: e.plan.iteration):
-        while events and (known < item.observed or isinstance(events[0], str)):
+
+    def catch_up(observed: int) -> None:
+        nonlocal known
+        while events and (known < observed or isinstance(events[0], str)):
             event = events.popleft()
             if isinstance(event, str):
                 policy.forget(event)
             else:
                 policy.observe(event.outcome)
                 known += 1
+
+    for item in sorted(iterations, key=lambda e: e.plan.iteration):
+        catch_up(item.observed)
         plan = policy.plan(item.plan.running, item.plan.now_s)
         mismatches += _compare_plans(item.plan, plan)
+        catch_up(item.observed_by_selection)
         chosen = policy.select(plan, item.trees)
         if not np.array_equal(chosen.keep, item.selection.keep):
             difference = np.flatnonzero(chosen.keep != item.selection.keep)

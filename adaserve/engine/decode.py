@@ -14,7 +14,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from adaserve.engine import logprobs, sampling
 from adaserve.engine.agree import Agreement
-from adaserve.engine.device import Device, Run
+from adaserve.engine.device import Device, Mark, Run
 from adaserve.engine.early import EarlyDraft, TakenDraft
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
@@ -29,12 +29,14 @@ from adaserve.engine.tap import Tap
 from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.proposal import Proposal, merge
-from adaserve.scheduler.interface import IterationOutcome, IterationPlan
+from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan, Selection
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.lengths import OutputLengths
 
 Publish = Callable[[torch.Tensor], None]
 """SGLang's relay of new sequence lengths to its overlapped scheduler."""
+
+NO_DRAFT = Draft(0)
 
 
 @dataclass(eq=False)
@@ -79,28 +81,25 @@ class DecodeLoop:
         states = self.requests.at(pool_rows.tolist())
         settings, asked = sampling.Settings.of(batch.reqs, states), Asked.of(batch.reqs, states)
         self._take_runs()  # what drafts have read in prefills is no part of this iteration
-        self._advance()  # what the last iteration accepted, if that comes late (overlap)
-        if grammar_barrier is not None:
-            grammar_barrier()  # the same for matchers, which SGLang advances
+        behind, drawn = self._hear(batch, asked, settings, grammar_barrier)
         if self.learner is not None:
             self.learner.look(self.requests.unfinished, time.perf_counter())
-        behind = None if self._early is None else self._early.behind
         policy, early = self.policies.current, self._take_early(states)
         start_s, start = time.perf_counter(), self.device.mark()
         rows, offers = self._offered(self._rows(batch, pool_rows, asked, early))
-        plan = self.agreement.plan(lambda: policy.plan(rows.running, start_s), rows.running)
-        if self.recorder is not None:
-            self.recorder.planned(plan)
+        if drawn is not None:
+            rows = replace(rows, running=replace(rows.running, underway=NO_DRAFT))
+        plan = self._plan(rows, start_s)
         drafts = self._draft(plan, rows) if early is None else [early.drafting]
         drafted = self.device.mark()
-        self._observe()  # the last iteration, while the device drafts
+        self._observe()  # the last iteration, if that is known, while the device drafts
         proposal, allowed = merge([*(d.read() for d in drafts), *offers], len(rows)), None
         if rows.grammars is not None:
             proposal, allowed = rows.grammars.constrain(proposal)
-        selection = self.agreement.selection(lambda: policy.select(plan, proposal.trees))
+        selection = self._select(plan, proposal)
         selected = self.device.mark()
         verified = verify.build(rows, proposal, selection)
-        tensors, draws, logits = self._verify(batch, rows, settings, verified, allowed)
+        tensors, draws, logits = self._verify(batch, rows, settings, verified, allowed, drawn)
         acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
         if logits is not None:
             self.tap.verified(rows, verified, acceptance, logits)
@@ -115,6 +114,9 @@ class DecodeLoop:
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
         )
         self._compact(verified, tensors, acceptance)  # which the host does not have to wait for
+        if drawn is not None:
+            self.settle()
+            verified.tokens[:] = rows.roots
         runs = self._take_runs()
         if early is not None:
             runs = [before + now for before, now in zip(early.runs, runs, strict=True)]
@@ -147,6 +149,18 @@ class DecodeLoop:
         trees = merge(offers, len(rows)).trees
         return replace(rows, running=replace(rows.running, offered=trees)), offers
 
+    def _plan(self, rows: DecodeRows, now_s: float) -> IterationPlan:
+        plan = self.agreement.plan(lambda: self.policies.current.plan(rows.running, now_s), rows.running)
+        if self.recorder is not None:
+            self.recorder.planned(plan)
+        return plan
+
+    def _select(self, plan: IterationPlan, proposal: Proposal) -> Selection:
+        selection = self.agreement.selection(lambda: self.policies.current.select(plan, proposal.trees))
+        if self.recorder is not None:
+            self.recorder.selected(plan)
+        return selection
+
     def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
         """What the sources have queued."""
         if not plan.draft.depth:
@@ -172,6 +186,42 @@ class DecodeLoop:
         early, self._early = self._early, None
         return early.take(states) if early is not None and self.policies.speculates else None
 
+    def _hear(
+        self,
+        batch: Any,
+        asked: Asked,
+        settings: sampling.Settings,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> tuple[Mark | None, torch.Tensor | None]:
+        """Takes in what the last iteration accepted, if that comes late (overlap). Where this one is queued
+        before that is known, its tokens are only counted.
+
+        Returns the end of the last iteration, where anything is queued behind it; and in the latter case its
+        tokens as the device has them, int64 [n]."""
+        behind, drawn = None if self._early is None else self._early.behind, None
+        if self._arriving is not None and self._goes_ahead(self._arriving, batch, asked, settings):
+            for state in self._arriving.rows.states:
+                state.expect()
+            behind, drawn = self._arriving.marks.accepted, batch.spec_info.bonus_tokens
+        else:
+            self._advance()
+        if grammar_barrier is not None:
+            grammar_barrier()  # the same for matchers, which SGLang advances
+        return behind, drawn
+
+    def _goes_ahead(self, last: Iteration, batch: Any, asked: Asked, settings: sampling.Settings) -> bool:
+        """Whether an iteration is queued before the host hears of the last one. Both verify roots alone, so
+        that one token comes of each request; and which one that is does not matter for anything but the
+        forward, which has it on the device."""
+        if last.verified.deepest or self._early is not None:
+            return False
+        if last.policy is not self.policies.current or last.plan.then is None or last.plan.then.depth:
+            return False
+        if asked.with_grammar or settings.penalized.any() or batch.sampling_info.has_custom_logit_processor:
+            return False
+        offers = self.policies.speculates and any(source.reads_text for source in self.sources)
+        return self.device.target.follows and not (offers or self.tap.is_open)
+
     def _verify(
         self,
         batch: Any,
@@ -179,11 +229,15 @@ class DecodeLoop:
         settings: sampling.Settings,
         verified: verify.VerifyBatch,
         allowed: Allowed | None,
+        drawn: torch.Tensor | None,
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
         """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
         target, info = self.device.target, batch.sampling_info
-        states = target.run(verified.batch)  # first: the device waits for it, and not for what follows
+        # First: the device waits for it, and not for what follows.
+        states = target.run(replace(verified.batch, drawn=drawn))
         tensors = self.device.put(verified.arrays())
+        if drawn is not None:
+            tensors["tree"][0].copy_(drawn)
         wanted = batch.return_logprob or self.tap.is_open
         if allowed is None and not wanted and sampling.is_plain_greedy(info, settings):
             return tensors, target.argmax(states), None
@@ -255,9 +309,9 @@ class DecodeLoop:
 
     def _observe(self) -> None:
         """Tells the policy and whoever else wants to know what the last iteration did."""
-        iteration, self._unobserved = self._unobserved, None
-        if iteration is None:
+        if self._unobserved is None or self._unobserved is self._arriving:
             return
+        iteration, self._unobserved = self._unobserved, None
         outcome = iteration.outcome(self.times.last_end_s, self.times.has_prefilled)
         self.times.decoded(outcome, iteration.runs)
         iteration.policy.observe(outcome)

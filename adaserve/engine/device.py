@@ -130,7 +130,7 @@ class ModelForward(Drafter, Protocol):
 
     @property
     def follows(self) -> bool:
-        """Whether a search may be queued behind a verification whose outcome is not known."""
+        """Whether a forward may be queued behind a verification whose outcome is not known."""
         ...
 
     @property

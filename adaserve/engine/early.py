@@ -1,7 +1,8 @@
-"""Drafts that are queued behind the verification before them, whose outcome nobody knows yet.
+"""What is queued behind a verification whose outcome nobody knows yet.
 
-The device would wait otherwise until the host has heard of the outcome and planned by it. Requests may come
-and go meanwhile, so the next iteration takes what there is for those that it has.
+The device would wait otherwise until the host has heard of the outcome and planned by it. That is the next
+iteration's draft; requests may come and go meanwhile, so it takes what there is for those that it has. Where
+there is nothing to draft, it is the next verification: behind roots alone one token comes of each request.
 """
 
 from __future__ import annotations

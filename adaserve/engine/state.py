@@ -14,6 +14,9 @@ from adaserve.engine.matchers import can_walk, is_live
 from adaserve.scheduler.interface import RunningBatch
 from adaserve.slo.lengths import OutputLengths
 
+UNKNOWN = -1
+"""A token that the device has drawn, and the host has not heard of."""
+
 NO_LIMIT = 1 << 20
 """More tokens than any answer has, and more levels than any tree."""
 
@@ -38,8 +41,15 @@ class RequestState:
     learn: bool = True  # whether its client allows that the draft learns from it
     prompt_tokens: int = 0
 
+    def expect(self) -> None:
+        """Counts a token that comes in any case, before it is known which one. ``advance`` puts it right."""
+        self.advance([UNKNOWN])
+
     def advance(self, tokens: list[int]) -> None:
         """Takes in what an iteration emitted."""
+        if self.generated[-1] == UNKNOWN:
+            self.generated.pop()
+            self.decoded -= 1
         self.generated.extend(tokens)
         self.decoded += len(tokens)
 
@@ -59,7 +69,7 @@ class DecodeRows:
     def __len__(self) -> int:
         return len(self.states)
 
-    @cached_property
+    @property
     def roots(self) -> np.ndarray:
         """int64 [n]: the token every tree hangs from, the last one that is known and not cached."""
         return np.array([s.generated[-1] for s in self.states], np.int64)

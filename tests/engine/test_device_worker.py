@@ -21,13 +21,13 @@ from tests.engine.test_heads import assert_best
 @pytest.fixture(scope="module")
 def device(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A draft that agrees on most tokens and reads another part of each context in every iteration, all
-    policies in turn, little KV."""
+    policies in turn, plain decoding in a row as well, little KV."""
     server, probe = adaserve_server(
         tmp_path_factory.mktemp("device"),
         pair,
         "noisy",
         {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
-        {"rotate": POLICIES, "windows": [0, 0, 16, 40]},
+        {"rotate": [*POLICIES, *["none"] * 4], "windows": [0, 0, 16, 40]},
         overlap=True,
         **TIGHT,
     )
@@ -51,6 +51,7 @@ def test_greedy_is_the_target_alone(device: Served, stock: Server, pair: Path) -
     assert stats["unread"] > 1000, "the draft has read nearly everything"
     assert stats["lacking"] <= 0, "it wrote where it must not"
     assert stats["early"] > 0.2 * stats["iterations"], "hardly anything was drafted early"
+    assert stats["ahead"] > 0.1 * stats["iterations"], "hardly anything was verified ahead"
     state = device.server.internal_state()["adaserve"]
     assert state["device"]["device"] == "cpu" and state["device"]["captured"] is False
     device.server.assert_idle_and_clean()
@@ -73,7 +74,12 @@ def headed_device(
         mtp_pair if name == "mtp" else headed_pair,
         draft,
         {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **medusa},
-        {"rotate": POLICIES, "hold_back": True, "compare_head": draft is not None, "audit_every": 1 << 30},
+        {
+            "rotate": [*POLICIES, "none"],
+            "hold_back": True,
+            "compare_head": draft is not None,
+            "audit_every": 1 << 30,
+        },
         overlap=True,
         **{**TIGHT, "chunked-prefill-size": 16},
     )
@@ -102,6 +108,7 @@ def test_greedy_with_a_head_is_the_target_alone(
     assert_best(target, jobs, run_jobs(headed_device.server, jobs, speed=2))
     stats = headed_device.probe.read()
     assert not stats["early"], "a head reads first what was accepted"
+    assert stats["ahead"] > 10, "hardly anything was verified ahead"
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
     assert stats["moved"] > 10, "compaction was not exercised"
     assert stats["catch_ups"] > 10 or headed_device.name == "medusa", "catching up was not exercised"

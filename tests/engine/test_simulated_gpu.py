@@ -140,7 +140,10 @@ def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         models,
         draft,
         {"policy": "adaserve", "max_depth": 3, "max_width": 2, "budget": 40, "attention": "triton", **heads},
-        {"rotate": [*POLICIES, *["priced"] * 6], "audit_every": 1 << 30},  # the audit is the CPU's
+        {
+            "rotate": [*POLICIES, *["none"] * 3, *["priced"] * 6],
+            "audit_every": 1 << 30,
+        },  # the audit is the CPU's
         **{**TIGHT, **CUDA},
     )
     variables = environment(tmp_path_factory.mktemp("device"), report)
@@ -164,7 +167,7 @@ def test_greedy_is_the_target_alone(gpu: Simulated) -> None:
     assert state["captured"] and state["attention"] == "triton"
     assert all(graphs["graphs"] > 8 for graphs in (*state["draft_graphs"], state["verification_graphs"]))
     stats = gpu.probe.read()
-    assert (stats["early"] > 10) == (gpu.name == "model")
+    assert (stats["early"] > 10) == (gpu.name == "model") and stats["ahead"] > 10
     assert stats["accepted"] >= gpu.accepted and len(stats["depths"]) >= 2, "next to nothing was drafted"
 
 

@@ -496,12 +496,17 @@ class TestReplay:
 
 def spy(policy, recorder):
     """Makes a policy's calls pass through the recorder."""
-    plan, observe, forget = policy.plan, policy.observe, policy.forget
+    plan, select, observe, forget = policy.plan, policy.select, policy.observe, policy.forget
 
     def planned(*args) -> IterationPlan:
         made = plan(*args)
         recorder.planned(made)
         return made
+
+    def selected(plan, trees):
+        selection = select(plan, trees)
+        recorder.selected(plan)
+        return selection
 
     def observed(outcome):
         observe(outcome)
@@ -511,4 +516,5 @@ def spy(policy, recorder):
         forget(rid)
         recorder.forget(rid)
 
-    policy.plan, policy.observe, policy.forget = planned, observed, forgotten
+    policy.plan, policy.select = planned, selected
+    policy.observe, policy.forget = observed, forgotten

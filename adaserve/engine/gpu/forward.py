@@ -157,6 +157,8 @@ class GpuForward:
             kernel.take(there["starts"])
             return self._forward(key, kernel, Packed(there["inputs"], key, torch.bool))
 
+        if batch.drawn is not None:
+            Packed(there["inputs"], key, torch.bool).tokens[: len(batch)].copy_(batch.drawn)
         output, run = self.parts.run(key, forward)
         if key not in self._prepared:
             self._eager = kernel, run[1]

@@ -67,6 +67,9 @@ class TreeSource:
     source's kind.
     """
 
+    reads_text = False
+    """Whether it offers by what was generated, grammars aside."""
+
     def prefilled(self, batch: Any, drafts: bool) -> None:
         """The target has just prefilled SGLang's ``batch``, whole prompts or chunks, after what the radix
         cache had of them. ``drafts``: whether the policy will want drafts; if not, reading may wait."""

@@ -98,6 +98,8 @@ class _Request:
 class SuffixSource(TreeSource):
     """Offers what it finds in texts. ``depth``, ``nodes``: limits of one request's candidates."""
 
+    reads_text = True
+
     def __init__(
         self,
         depth: int,

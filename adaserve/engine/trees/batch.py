@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class TreeBatch:
     """bool [T, width]: which of its request's last ``width`` keys a token sees, besides all earlier ones.
     None = causal: a request's tokens are the last ones of its keys."""
     gap: Gap | None = None  # None = every place is read
+    drawn: Tensor | None = None
+    """int64 [T]: the tokens on the device, where they were drawn and the host has not heard of them."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from adaserve.engine.cpu import Inputs
 from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests as ServedRequests
+from adaserve.engine.roots import RootTokens
 from adaserve.engine.sampling import Settings
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.own import SelfSource
@@ -33,6 +35,7 @@ from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import MODEL, SECOND_MODEL, IterationOutcome
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
+from adaserve.scheduler.replay import Recorder, read_recording, replay
 from adaserve.slo.lengths import OutputLengths
 from tests.engine.gpu.factories import Pool, Requests, TinyModel, graph_device, host_device
 
@@ -167,6 +170,7 @@ class Run:
         return SimpleNamespace(
             reqs=self.reqs, seq_lens=self.lens, sampling_info=info,
             req_pool_indices=rows, req_pool_indices_cpu=rows, return_logprob=False,
+            spec_info=RootTokens(torch.tensor([got[-1] for got in self.got])),
         )  # fmt: skip
 
     def step(self) -> Any:
@@ -214,6 +218,16 @@ def test_greedy(policy: str, overlap: bool, device: str) -> None:
     accepted = sum(int(o.accepted.sum()) for o in run.outcomes)
     if policy not in ("none", "turbospec", "priced"):  # what these draft depends on measured times
         assert accepted > 10, "the draft agrees too rarely to test anything"
+
+
+@pytest.mark.parametrize("policy", ["priced", "turbospec", "none"])
+def test_a_recording_under_overlap_replays(policy: str, tmp_path: Path) -> None:
+    """Between plan and selection the last outcome is observed, where nothing is queued ahead of it."""
+    run, path = Run(policy, overlap=True), tmp_path / "run.jsonl"
+    with Recorder(path) as run.loop.recorder:
+        run.finish()
+    assert len(list(read_recording(path))) == run.iterations
+    assert replay(path, build_policy(policy, policy_config())) == []
 
 
 def test_what_prefills_ran_is_no_part_of_an_iteration() -> None:

@@ -79,6 +79,7 @@ def probed(base: type) -> type:
                     "catch_ups",
                     "unread",
                     "early",
+                    "ahead",
                 ),
                 0,
             )
@@ -289,7 +290,8 @@ def probed(base: type) -> type:
                 for window in plan.draft.window.tolist():
                     stats["windows"][str(window)] = stats["windows"].get(str(window), 0) + 1
             stats["unread"] += int((context - plan.draft.reads(context)).sum())
-            stats["early"] += plan.running.underway is not None
+            if (underway := plan.running.underway) is not None:
+                stats["early" if underway.depth else "ahead"] += 1
             depth = str(plan.draft.depth)
             stats["depths"][depth] = stats["depths"].get(depth, 0) + 1
             self._trace(0)
