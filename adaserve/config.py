@@ -203,7 +203,7 @@ class AdaServeConfig(Checked):
         length = chain_length(name)
         known = name in policy_names() and not name.endswith("-K") if length is None else length <= 32
         if not known:
-            raise ConfigError(f"unknown policy {name!r}: known are {', '.join(policy_names())}")
+            raise ConfigError(f"unknown policy {shown(name)}: known are {', '.join(policy_names())}")
         return name
 
     @model_validator(mode="after")

@@ -1,30 +1,41 @@
 """The scheduler's SLO statistics in ``/server_info`` and for the live page; changing policy and prefills.
 
 Why: statistics are counted in the scheduler process, pages are served by the HTTP process; SGLang's
-internal-state request is its way from one to the other, one entry per data-parallel rank.
+internal-state request is its way from one to the other, one entry per data-parallel rank. What a scheduler
+refuses SGLang answers with ``[false]``, and the reason is in its log alone. Here the client gets it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.boundary import RequestError
+from adaserve.checked import shown
 from adaserve.config import PREFILLS
 from adaserve.patches import hook
-from adaserve.patches.served_worker import worker_of
+from adaserve.patches.boundary import applies
+from adaserve.patches.served_worker import ServedWorker, worker_of
 
-POLICY_KEY = "adaserve_policy="
-PREFILL_KEY = "adaserve_prefill="
-DRAFT_KEY = "adaserve_draft="
+MODES = (*PREFILLS, "default")
 DRAFTS = ("first", "held", "present")
-NUMBER_KEY = "adaserve_next_request"
+MOST_NUMBER = 1 << 53
+"""Above it a number in JSON may be another one than was meant."""
+KNOWN = (
+    f"adaserve_policy=NAME, adaserve_prefill={'|'.join(MODES)}, adaserve_draft={'|'.join(DRAFTS)} and "
+    "adaserve_next_request"
+)
 
 
 def register() -> None:
     controller = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     hook(f"{controller}._add_speculative", _add_adaserve, HookType.AFTER)
-    hook(f"{controller}._update_handlers", _handlers, HookType.AFTER)
+    hook(f"{controller}.set_internal_state", _change, HookType.AROUND)
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hook(f"{manager}.set_internal_state", _told, HookType.AROUND)
 
 
 def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
@@ -32,53 +43,60 @@ def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
         state["adaserve"] = worker.report()
 
 
-def _handlers(_: dict[str, Any], self: Any) -> dict[str, Any] | None:
-    """``POST /set_internal_state {"server_args": {"adaserve_policy=NAME": 1}}`` changes the policy.
+def _change(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
+    """``POST /set_internal_state {"server_args": {"adaserve_policy=NAME": 1}}``: all of it, or nothing.
+
+    SGLang's own settings are refused: they belong to algorithms and pipelines that do not run here, and some
+    take NaN. The reason travels as the output's ``rid``, which nothing else uses.
+    """
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    worker = worker_of(self.scheduler)
+    if worker is None:
+        return original(self, recv_req)
+    try:
+        changes = [change_of(worker, key, value) for key, value in recv_req.server_args.items()]
+    except ValueError as error:
+        return SetInternalStateReqOutput(updated=False, rid=str(error))
+    for change in changes:
+        change()
+    return SetInternalStateReqOutput(updated=True)
+
+
+def change_of(worker: ServedWorker, key: str, value: float) -> Callable[[], object]:
+    """What a setting changes. A name stands in the key because SGLang accepts only numbers as values. Raises
+    ValueError.
 
     Where a draft learns, ``adaserve_draft=first`` serves the first one, ``=present`` the learned one, and
     ``=held`` that one without learning. ``adaserve_next_request`` is the number of the next request: as draws
     depend on it, the same requests in the same order get the same texts again.
-    Likewise ``adaserve_prefill=slack``, ``=exclusive`` or ``=default`` (by the policy). The name stands in
-    the key because SGLang accepts numbers only as values. SGLang's own settings are refused: they belong to
-    algorithms and pipelines that do not run here, and some take NaN.
+    ``adaserve_prefill=default`` goes by the policy.
     """
-    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
-
-    worker = worker_of(self.scheduler)
-    if worker is None:
-        return None
-
-    def change(key: str, _: Any) -> None:
-        worker.policies.choose(key.removeprefix(POLICY_KEY))
-
-    def check_mode(key: str, _: Any) -> None:
-        try:
-            worker.prefill.check_mode(_mode(key))
-        except ValueError as error:
-            raise UpdateRejected(str(error)) from error
-
-    def pace(key: str, _: Any) -> None:
-        worker.prefill.set_mode(_mode(key))
-
-    def check_draft(key: str, _: Any) -> None:
+    setting, _, name = key.partition("=")
+    if setting == "adaserve_policy":
+        worker.policies.get(name)
+        return partial(worker.policies.choose, name)
+    if setting == "adaserve_prefill" and name in MODES:
+        mode = None if name == "default" else name
+        worker.prefill.check_mode(mode)
+        return partial(worker.prefill.set_mode, mode)
+    if setting == "adaserve_draft" and name in DRAFTS:
         if worker.learner is None:
-            raise UpdateRejected("no draft learns here: start the server with --learn")
-
-    def check_number(_: str, value: Any) -> None:
-        if value != int(value) or value < 0:
-            raise UpdateRejected(f"{NUMBER_KEY} is {value}: it should be a whole number from 0 on")
-
-    def change_draft(key: str, _: Any) -> None:
-        assert worker.learner is not None
-        worker.learner.serve(key.removeprefix(DRAFT_KEY))
-
-    drafts = {DRAFT_KEY + name: _UpdateHandler(check_draft, change_draft) for name in DRAFTS}
-    ours = {POLICY_KEY + name: _UpdateHandler(lambda *_: None, change) for name in worker.policies.names}
-    modes = {PREFILL_KEY + m: _UpdateHandler(check_mode, pace) for m in (*PREFILLS, "default")}
-    number = _UpdateHandler(check_number, lambda _, value: worker.number_requests(int(value)))
-    return {**ours, **modes, **drafts, NUMBER_KEY: number}
+            raise ValueError("no draft learns here: start the server with --learn")
+        return partial(worker.learner.serve, name)
+    if key == "adaserve_next_request":
+        if not (0 <= value < MOST_NUMBER and value == int(value)):
+            raise ValueError(f"{key} is {value}: it should be a whole number from 0 to {MOST_NUMBER - 1}")
+        return partial(worker.number_requests, int(value))
+    raise ValueError(f"{shown(key)} is not a setting that can be changed: these are {KNOWN}")
 
 
-def _mode(key: str) -> str | None:
-    mode = key.removeprefix(PREFILL_KEY)
-    return mode if mode in PREFILLS else None
+async def _told(original: Callable[[Any, Any], Awaitable[list[bool]]], self: Any, obj: Any) -> list[bool]:
+    """Raises RequestError where a scheduler refuses."""
+    if not applies(self.server_args):
+        return await original(self, obj)
+    self.auto_create_handle_loop()
+    outputs = await self.set_internal_state_communicator(obj)
+    if why := next((out.rid for out in outputs if not out.updated), None):
+        raise RequestError(why)
+    return [True] * len(outputs)

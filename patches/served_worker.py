@@ -44,13 +44,12 @@ class Policies(Protocol):
 
     current: Policy
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What ``choose`` accepts."""
+    def get(self, name: str) -> Policy:
+        """Raises ValueError for a name that cannot be chosen here."""
         ...
 
     def choose(self, name: str) -> None:
-        """From the next iteration on."""
+        """From the next iteration on. Raises as ``get``."""
         ...
 
 

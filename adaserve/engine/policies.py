@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from adaserve.checked import shown
 from adaserve.config import AUTO_WINDOWS, AdaServeConfig
 from adaserve.engine.device import Device
 from adaserve.scheduler.config import KNEE
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import Policy
-from adaserve.scheduler.policies import build_policy, policy_names
+from adaserve.scheduler.policies import build_policy
 
 WINDOWS = ("auto", *map(str, AUTO_WINDOWS))
 """After an @, a policy's name says what its drafts read: ``priced@256``."""
@@ -24,12 +25,6 @@ class ServedPolicies:
         self._windows = tuple(w for w in WINDOWS if windows and not (config.has_self and w == "0"))
         self._built: dict[str, Policy] = {}
         self.current = self.get(config.policy)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What ``choose`` accepts."""
-        plain = policy_names(self._config.max_depth)
-        return (*plain, *(f"{name}@{window}" for name in plain for window in self._windows))
 
     def choose(self, name: str) -> None:
         """Takes effect at the next iteration. A policy that is chosen again still knows what it learned.
@@ -50,11 +45,12 @@ class ServedPolicies:
         return self._built[name]
 
     def build(self, name: str) -> Policy:
-        """A fresh policy."""
-        name, _, window = name.partition("@")
-        if window and window not in self._windows:
-            raise ValueError(f"drafts cannot read a window of {window!r} here: known are {self._windows}")
-        config = self._config.changed(draft_window=window) if window else self._config
+        """A fresh policy. Raises ValueError for an unknown name."""
+        name, at, window = name.partition("@")
+        if at and window not in self._windows:
+            known = ", ".join(self._windows) or "none"
+            raise ValueError(f"drafts cannot read a window of {shown(window)} here: known are {known}")
+        config = self._config.changed(policy=name, **({"draft_window": window} if at else {}))
         # If the draft cannot be stopped early, the planned depth itself must pay.
         early_stop, least_gain = self._device.stops_early, self._device.least_gain
         settings = config.for_policies(costs=self._costs, early_stop=early_stop, least_gain=least_gain)

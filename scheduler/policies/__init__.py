@@ -41,10 +41,9 @@ _BY_LENGTH: dict[str, Callable[[str, PolicyConfig, int], Policy]] = {
 _WITH_LENGTH = re.compile(rf"({'|'.join(_BY_LENGTH)})-([1-9][0-9]?)")
 
 
-def policy_names(longest: int | None = None) -> tuple[str, ...]:
-    """Accepted names. K stands for 1 to 99, as in ``chain-4``; ``longest`` writes out 1 to that instead."""
-    lengths = ["K"] if longest is None else range(1, longest + 1)
-    return (*_BUILDERS, *(f"{name}-{k}" for name in _BY_LENGTH for k in lengths))
+def policy_names() -> tuple[str, ...]:
+    """Accepted names. K stands for 1 to 99, as in ``chain-4``."""
+    return (*_BUILDERS, *(f"{name}-K" for name in _BY_LENGTH))
 
 
 def chain_length(name: str) -> int | None:

@@ -273,3 +273,9 @@ def other_routes() -> Iterator[Attack]:
     yield Attack("weights", "/update_weights_from_disk", {"model_path": "x"}, "refused")
     yield Attack("profile", "/start_profile", {"activities": ["RPD"]}, "refused")
     yield Attack("memory", "/release_memory_occupation", {}, "refused")
+    for key, value, words in (
+        ("adaserve_policy=best", 1, "unknown policy 'best': known are adaserve"),
+        ("adaserve_policy", "best", ""),
+        ("adaserve_next_request", 2**60, "whole number"),
+    ):
+        yield Attack(f"set {key} {value}", "/set_internal_state", {"server_args": {key: value}}, words)

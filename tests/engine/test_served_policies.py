@@ -22,8 +22,7 @@ def served(windows: bool = True, **config: Any) -> ServedPolicies:
 
 def test_a_name_says_what_drafts_read() -> None:
     policies = served()
-    names = [name for name in policies.names if name.startswith("priced")]
-    assert names == ["priced", "priced@auto", "priced@0", "priced@256", "priced@64"]
+    names = ["priced", "priced@auto", "priced@0", "priced@256", "priced@64"]
     read = [policies.get(name).config.draft_windows for name in names]  # type: ignore[attr-defined]
     assert read == [(0,), (0, 256, 64), (0,), (256,), (64,)]
     assert policies.get("priced@256").name == "priced"
@@ -36,8 +35,21 @@ def test_a_policy_has_the_settings_of_its_server() -> None:
 
 
 def test_windows_are_offered_where_drafts_can_read_them() -> None:
-    assert not any("@" in name for name in served(windows=False).names)
-    with pytest.raises(ValueError, match="cannot read a window"):
-        served(windows=False).get("priced@256")
     own = served(drafts="self", draft_window=256)
-    assert "priced@auto" in own.names and "priced@0" not in own.names
+    assert own.get("priced@auto").name == "priced"
+    for policies, name, known in (
+        (served(windows=False), "priced@256", "none"),
+        (own, "priced@0", "auto, 256, 64"),
+        (served(), "priced@", "auto, 0, 256, 64"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot read a window of .*: known are {known}$"):
+            policies.get(name)
+
+
+def test_a_policy_that_is_not_served_is_named_with_those_that_are() -> None:
+    for name, why in (
+        ("best", "unknown policy 'best': known are adaserve, .*chain-K"),
+        ("chain-6", "chain-6 drafts 6 tokens deep, and trees have at most 5 levels"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            served().get(name)
