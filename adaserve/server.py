@@ -37,6 +37,8 @@ STOP_PATIENCE_S = 1.0
 _DRAIN_S = 60.0
 _PORTS = range(10_000, 22_000)
 """Below those that SGLang takes for itself, and that Linux, macOS and Windows give to connections."""
+_chosen = list[socket.socket]()
+"""For each port that ``free_port`` gave away, a socket that stays open as long as this process."""
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
 
@@ -209,15 +211,21 @@ def on_cpu() -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now. Raises ServerError.
+    """A TCP port of the loopback interface that nobody uses now, and nobody else is given. Raises
+    ServerError.
 
     A server binds it half a minute after it was chosen. Meanwhile it opens dozens of connections, each at a
-    port that the kernel chooses, and SGLang takes ports for itself that are still free."""
+    port that the kernel chooses, and SGLang takes ports for itself that are still free. Processes that choose
+    at the same time see from each other's UDP sockets what is taken."""
     for _ in range(100):
-        port = secrets.choice(_PORTS)
+        address = "127.0.0.1", secrets.choice(_PORTS)
+        claim = socket.socket(type=socket.SOCK_DGRAM)
         with socket.socket() as s, suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
+            claim.bind(address)
+            s.bind(address)
+            _chosen.append(claim)
+            return address[1]
+        claim.close()
     raise ServerError(f"no port between {_PORTS.start} and {_PORTS.stop} is free: choose one with --port")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from inspect import signature
@@ -113,7 +114,7 @@ def test_free_ports_are_none_that_connections_or_sglang_get() -> None:
     from sglang.srt.utils.network import get_free_port_below_ephemeral
 
     ports = {free_port() for _ in range(50)}
-    assert len(ports) > 40, "two servers that are started together would get the same"
+    assert len(ports) == 50, "two servers that are started together would get the same"
     with socket.create_server(("127.0.0.1", 0)) as given:
         assert max(ports) < given.getsockname()[1]
     lowest: int = signature(get_free_port_below_ephemeral).parameters["low"].default
@@ -126,6 +127,14 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, "_PORTS", range(port, port + 1))
         with pytest.raises(ServerError, match="choose one with --port"):
             free_port()
+
+
+def test_two_processes_never_get_the_same_port() -> None:
+    """Nobody listens there yet."""
+    port = free_port()
+    code = f"from adaserve import server; server._PORTS = range({port}, {port + 1}); server.free_port()"
+    other = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert other.returncode == 1 and f"no port between {port} and" in other.stderr, other.stderr
 
 
 def test_http_workers_may_take_their_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
