@@ -54,6 +54,9 @@ class Aim(NamedTuple):
     due_s: float  # when the first token should be out
 
 
+_Queued = tuple[float, int, float]  # when it is due, its place in the queue, and when it came
+
+
 class PrefillPacer:
     """Answers ``plan`` before each scheduling step; learns from every prefill and iteration."""
 
@@ -81,6 +84,7 @@ class PrefillPacer:
         self._holds = HoldBudget(tenant_share, tenant_share * self._rule.patience_s)
         self._holders: set[str] = set()  # tenants for whose SLOs somebody waits in this iteration
         self._aims: WeakKeyDictionary[Any, Aim] = WeakKeyDictionary()
+        self._turns: dict[float, tuple[str, float]] = {}  # by arrival: whose turn it is, and since when
 
     def paces(self, policy: str) -> bool:
         """Whether prefills are paced. Slack comes from SLOs, so policies that ignore SLOs get SGLang's own
@@ -135,10 +139,8 @@ class PrefillPacer:
             self._recent.lost_at_s = now_s
         admitted = set(plan.order.tolist())
         self._ledger.gate(
-            (self._ledger.slo(r).slo_class, now_s - arrived_s)
-            for i, (r, arrived_s) in enumerate(
-                zip(view.waiting, situation.waiting.arrival_s.tolist(), strict=True)
-            )
+            (self._ledger.slo(r).slo_class, now_s - self._ledger.arrival_s(r))
+            for i, r in enumerate(view.waiting)
             if i not in admitted
         )
         if self._holds.limits:
@@ -154,25 +156,41 @@ class PrefillPacer:
         started = [] if load.started is None else [load.started]
         picked = self._looked_at(load.waiting, now_s)
         waiting = [*started, *(load.waiting[i] for i in picked)]
+        aims = [*map(self._aim, started), *picked.values()]
         places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)
         running, batch = self._decoding(load.running, now_s)
         chunks = self._prefills.chunks(load.most_tokens, self._costs.slowdown)
         pressure = self._recent.pressure(self._costs, batch, len(waiting) + 1, chunks, now_s)
-        rule, queue = replace(self._rule, chunk_tokens=load.most_tokens), self._waiting(waiting, load.started)
+        rule = replace(self._rule, chunk_tokens=load.most_tokens)
+        queue = self._waiting(waiting, aims, load.started)
         return View(Situation(rule, queue, now_s, pressure), waiting, places, running, batch)
 
-    def _looked_at(self, waiting: Sequence[Any], now_s: float) -> list[int]:
-        """Places in the queue, rising: of retracted requests, whose first token was out long ago, and of what
-        the rule looks at."""
-        places, stated, patient = list[int](), list[tuple[float, int]](), list[tuple[float, int]]()
+    def _looked_at(self, waiting: Sequence[Any], now_s: float) -> dict[int, Aim]:
+        """By place in the queue, rising: retracted requests, whose first token was out long ago, and what the
+        rule looks at.
+
+        A client can ask for thousands of answers at once. They stand in the queue like one request: it is the
+        turn of one of them, and when that has left, of the next, as if this had come only now. The others
+        come behind all that wait. Answers of one request have come at the very same time."""
+        picked, stated, patient = dict[int, Aim](), list[_Queued](), list[_Queued]()
+        turns: dict[float, tuple[str, float]] = {}
         for i, req in enumerate(waiting):
+            arrival_s, ttft_slo_s, due_s = aim = self._aim(req)
             if req.output_ids:
-                places.append(i)
+                picked[i] = aim
+            elif math.isfinite(ttft_slo_s):
+                stated.append((due_s, i, arrival_s))
             else:
-                aim = self._aim(req)
-                (stated if math.isfinite(aim.ttft_slo_s) else patient).append((aim.due_s, i))
-        places += [i for _, i in looked_at(self._rule, sorted(stated), sorted(patient), now_s)]
-        return sorted(places)
+                since_s = now_s
+                if arrival_s not in turns:
+                    rid, before_s = self._turns.get(arrival_s, (req.rid, arrival_s))
+                    since_s = before_s if rid == req.rid else now_s
+                    turns[arrival_s] = req.rid, since_s
+                patient.append((since_s + self._rule.patience_s, i, since_s))
+        self._turns = turns
+        for due_s, i, since_s in looked_at(self._rule, sorted(stated), sorted(patient), now_s):
+            picked[i] = Aim(since_s, self._aim(waiting[i]).ttft_slo_s, due_s)
+        return dict(sorted(picked.items()))
 
     def _holding_up(self, tight: Iterable[Any], held: Iterable[Any]) -> set[str]:
         """Tenants of the ``tight`` requests for whose SLOs a prompt of somebody else is ``held``. Requests
@@ -194,8 +212,7 @@ class PrefillPacer:
             batch = replace(batch, tpot_slo_s=np.where(counts, batch.tpot_slo_s, np.inf))
         return reqs, batch
 
-    def _waiting(self, reqs: Sequence[Any], started: Any | None) -> WaitingBatch:
-        aims = [self._aim(r) for r in reqs]
+    def _waiting(self, reqs: Sequence[Any], aims: Sequence[Aim], started: Any | None) -> WaitingBatch:
         left = [_prompt_left(r, r is started) for r in reqs]
         return WaitingBatch(
             arrival_s=np.array([a.arrival_s for a in aims]),

@@ -346,6 +346,21 @@ def test_late_prompts_without_a_ttft_slo_hide_nobody(slo_s: float, first: list[s
     assert seen[:3] == first
 
 
+def test_answers_of_one_request_wait_like_one_request() -> None:
+    """Its first answer has come with it, and each further one when the one before has left."""
+    paced, many = pacer(1.0), [Request(f"m{i}", prompt=9, age_s=9.0) for i in range(200)]
+    one, two, three = Request("one", age_s=5.0), Request("two", age_s=1.0), Request("three", age_s=-1.0)
+
+    def first(n: int, waiting: list[Request], now_s: float) -> list[str]:
+        plan = paced.plan(Load([], None, waiting, slots=64, most_tokens=256, paced=True), now_s)
+        return [waiting[i].rid for i in plan.order[:n]]
+
+    assert first(5, [*many, one, two], NOW) == ["m0", "one", "two", "m1", "m2"]
+    assert first(4, [*many[1:], one, two], NOW) == ["one", "two", "m1", "m2"]
+    assert first(3, [*many[1:], two, three], NOW + 2.0) == ["two", "m1", "three"]
+    assert first(2, [*many[1:], three], NOW + 600.0) == ["m1", "three"], "nobody waits for ever"
+
+
 def test_a_retracted_request_is_not_given_up() -> None:
     """Its first token was in time, and its TPOT runs."""
     back = Request("back", prompt=20, age_s=30)
