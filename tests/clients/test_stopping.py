@@ -40,3 +40,23 @@ def test_a_server_that_is_stopped_finishes_what_runs(workers: int, tmp_path: Pat
         meta = json.loads(last)["meta_info"]
         assert (meta["completion_tokens"], meta["finish_reason"]["type"]) == (TOKENS, "length")
         assert server._process is not None and server._process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_server_at_once(workers: int, first: int, tmp_path: Path) -> None:
+    spec = ServerSpec(size="12M", port=free_port(), extra=("--tokenizer-worker-num", str(workers)))
+    params = {"max_new_tokens": TOKENS, "ignore_eos": True}
+    body = {"text": "import os\n", "sampling_params": params, "stream": True}
+    with ServerProcess(spec, tmp_path / "server.log") as server:
+        with httpx.stream("POST", server.url + "/generate", json=body, timeout=120) as answer:
+            events = (json.loads(line[6:]) for line in answer.iter_lines() if "{" in line)
+            next(events)
+            os.kill(server.pid, first)
+            for _ in range(20):
+                next(events)  # it goes on
+            os.kill(server.pid, signal.SIGINT)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(events)
+        assert server._process is not None and server._process.wait(timeout=60) == 130
+        assert "stopped by SIGINT" in server.log.read_text()
