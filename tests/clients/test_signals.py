@@ -90,7 +90,8 @@ def test_a_loaded_server_says_so_and_an_idle_one_too(small: ServerProcess) -> No
     with Background(small.url, *["chat"] * SLOTS):
         busy = said(small.url)
         assert busy["classes"]["chat"]["wait_ms"] > 0, "all slots are taken"
-        assert busy["classes"]["chat"]["headroom"] < chat["headroom"]
+        chat = busy["classes"]["chat"]
+        assert chat["headroom"] == pytest.approx(60_000 / chat["tpot_ms"])
         scraped = gauges(small.url)
         assert scraped["predicted_wait_seconds", "chat"] > 0
         assert scraped["predicted_tpot_seconds", "chat"] * scraped["predicted_headroom", "chat"] == (
