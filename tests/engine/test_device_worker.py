@@ -75,7 +75,7 @@ def headed_device(
         draft,
         {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **medusa},
         {
-            "rotate": [*POLICIES, "none"],
+            "rotate": POLICIES,
             "hold_back": True,
             "compare_head": draft is not None,
             "audit_every": 1 << 30,
@@ -110,7 +110,7 @@ def test_greedy_with_a_head_is_the_target_alone(
     assert not stats["early"], "a head reads first what was accepted"
     assert stats["ahead"] > 10, "hardly anything was verified ahead"
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
-    assert stats["moved"] > 10, "compaction was not exercised"
+    assert stats["moved"] > 3, "compaction was not exercised"
     assert stats["catch_ups"] > 10 or headed_device.name == "medusa", "catching up was not exercised"
 
 

@@ -222,6 +222,7 @@ def test_a_recording_knows_what_was_offered(tmp_path: Path) -> None:
             plan = policy.plan(offered_to(2, trees), 1.0)
             recorder.planned(plan)
             outcome = outcome_of(plan, trees, policy.select(plan, trees))
+            recorder.selected(plan)
             policy.observe(outcome)
             recorder.observed(outcome)
     first, *_ = read_recording(path)

@@ -57,6 +57,7 @@ def test_recordings_tell_of_it(name: str, tmp_path: Path) -> None:
             recorder.planned(plan)
             trees = beam_trees(3, plan.draft.depth, plan.draft.width, step)
             selection = policy.select(plan, trees)
+            recorder.selected(plan)
             none = np.zeros(trees.n_nodes, np.bool_)
             outcome = IterationOutcome(
                 plan, trees, selection, none, np.ones(3, np.int64), 1.02 + 0.02 * step, 1e-3, 1e-4, 1e-2, 0.02
