@@ -65,7 +65,7 @@ class RecordedIteration:
     selection: Selection
     outcome: IterationOutcome
     observed: int  # outcomes known when it was planned
-    observed_by_selection: int
+    observed_by_selection: int  # outcomes known when its nodes were selected
 
 
 @dataclass(frozen=True, slots=True)

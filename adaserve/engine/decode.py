@@ -233,8 +233,8 @@ class DecodeLoop:
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
         """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
         target, info = self.device.target, batch.sampling_info
-        # First: the device waits for it, and not for what follows.
-        states = target.run(replace(verified.batch, drawn=drawn))
+        tree_batch = verified.batch if drawn is None else replace(verified.batch, drawn=drawn)
+        states = target.run(tree_batch)  # first: the device waits for it, and not for what follows
         tensors = self.device.put(verified.arrays())
         if drawn is not None:
             tensors["tree"][0].copy_(drawn)

@@ -74,12 +74,7 @@ def headed_device(
         mtp_pair if name == "mtp" else headed_pair,
         draft,
         {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **medusa},
-        {
-            "rotate": POLICIES,
-            "hold_back": True,
-            "compare_head": draft is not None,
-            "audit_every": 1 << 30,
-        },
+        {"rotate": POLICIES, "hold_back": True, "compare_head": draft is not None, "audit_every": 1 << 30},
         overlap=True,
         **{**TIGHT, "chunked-prefill-size": 16},
     )
@@ -102,7 +97,7 @@ def test_a_head_drafts_as_in_sglang(headed_device: Served) -> None:
 def test_greedy_with_a_head_is_the_target_alone(
     headed_device: Served, headed_pair: Path, mtp_pair: Path
 ) -> None:
-    jobs = workload(70, seed=5, leave_every=11)
+    jobs = workload(100, seed=5, leave_every=11)
     folder = (mtp_pair if headed_device.name == "mtp" else headed_pair) / "target"
     target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_best(target, jobs, run_jobs(headed_device.server, jobs, speed=2))
@@ -110,7 +105,7 @@ def test_greedy_with_a_head_is_the_target_alone(
     assert not stats["early"], "a head reads first what was accepted"
     assert stats["ahead"] > 10, "hardly anything was verified ahead"
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
-    assert stats["moved"] > 3, "compaction was not exercised"
+    assert stats["moved"] > 10, "compaction was not exercised"
     assert stats["catch_ups"] > 10 or headed_device.name == "medusa", "catching up was not exercised"
 
 

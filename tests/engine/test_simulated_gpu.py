@@ -142,8 +142,8 @@ def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         {"policy": "adaserve", "max_depth": 3, "max_width": 2, "budget": 40, "attention": "triton", **heads},
         {
             "rotate": [*POLICIES[:-1], *["none"] * 3, *["priced"] * 6],
-            "audit_every": 1 << 30,
-        },  # the audit is the CPU's
+            "audit_every": 1 << 30,  # the audit is the CPU's
+        },
         **{**TIGHT, **CUDA},
     )
     variables = environment(tmp_path_factory.mktemp("device"), report)
