@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from adaserve.scheduler.compiled import FLOAT_TABLE, FLOATS, INTS, compiled
 from adaserve.scheduler.interface import DRAFTED, BoolArray, CandidateTrees, FloatArray, IntArray
 from adaserve.scheduler.selection import and_root
 from adaserve.scheduler.tables import ClassNumbers, RequestTable
@@ -44,13 +45,32 @@ def claimed_probability(trees: CandidateTrees) -> FloatArray:
     return q
 
 
-def path_product(p: FloatArray, parent: IntArray, deepest: int) -> FloatArray:
-    """Product of ``p`` [m] from the root's child to every node, by pointer doubling: log2(depth) rounds."""
+@compiled(FLOATS, INTS)
+def path_product(p: FloatArray, above: IntArray) -> FloatArray:
+    """Product of ``p`` [m] from the root's child to every node; ``above``: ``CandidateTrees.above``."""
     m = len(p)
-    f, up = and_root(p, 1.0), and_root(parent, m)
-    for _ in range(max(0, deepest - 1).bit_length()):
-        f, up = f * f.take(up), up.take(up)
-    return f[:m]
+    f = p.copy()
+    for i in range(m):
+        if above[i] < m:
+            f[i] *= f[above[i]]
+    return f
+
+
+@compiled(INTS, INTS, FLOATS, INTS, FLOAT_TABLE)
+def _path_values(
+    row_start: IntArray, parent: IntArray, logprob: FloatArray, group: IntArray, factors: FloatArray
+) -> FloatArray:
+    """``group``: of every node, or nothing where all are of the first one."""
+    f = np.empty(len(logprob))
+    for r in range(len(row_start) - 1):
+        for i in range(row_start[r], row_start[r + 1]):
+            step, path = logprob[i], 1.0
+            if parent[i] >= 0:
+                step, path = step - logprob[row_start[r] + parent[i]], f[row_start[r] + parent[i]]
+            q = 0.0 if np.isnan(step) else np.exp(min(step, 0.0))  # not a number: both are impossible
+            place = int(q * N_BINS) + (group[i] * _PLACES if len(group) else 0)
+            f[i] = min(factors[r, place] * q, CEILING) * path
+    return f
 
 
 class Calibrator:
@@ -109,12 +129,10 @@ class Calibrator:
 
     def path_values(self, trees: CandidateTrees, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
         """Calibrated f(v) of every node, [m]."""
-        q = claimed_probability(trees)
-        place = (q * N_BINS).astype(np.int64) + trees.row * (GROUPS * _PLACES)
-        if (group := group_of(trees)) is not None:
-            place += group * _PLACES
-        p = self.batch_factors(rids, classes).take(place)
-        return path_product(np.minimum(p * q, CEILING), trees.above, int(trees.depth.max(initial=0)))
+        factors, group = self.batch_factors(rids, classes), group_of(trees)
+        group = np.zeros(0, np.int64) if group is None else group
+        f: FloatArray = _path_values(trees.row_start, trees.parent, trees.logprob, group, factors)
+        return f
 
     def observe(
         self,

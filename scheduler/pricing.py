@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, Selection
+from adaserve.scheduler.compiled import FLOAT, FLOATS, INT, INTS, compiled
+from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray, Selection
 from adaserve.scheduler.selection import path_probability
 
 
@@ -25,6 +26,27 @@ class Priced:
     price: float  # value that the time of one verify token is worth
 
 
+@compiled(INTS, FLOATS, FLOATS, FLOATS, INT)
+def _best_nodes(
+    row_start: IntArray, f: FloatArray, value: FloatArray, falling: FloatArray, count: int
+) -> tuple[BoolArray, IntArray, FloatArray]:
+    n = len(row_start) - 1
+    keep, counts, expected = np.zeros(len(value), np.bool_), np.zeros(n, np.int64), np.ones(n)
+    if count <= 0:
+        return keep, counts, expected
+    least, equals = falling[count - 1], 0  # how many of those that are worth the least are kept
+    for place in range(count):
+        equals += falling[place] == least
+    for r in range(n):
+        for i in range(row_start[r], row_start[r + 1]):
+            if value[i] > least or (value[i] == least and equals > 0):
+                equals -= value[i] == least
+                keep[i] = True
+                counts[r] += 1
+                expected[r] += f[i]
+    return keep, counts, expected
+
+
 def price_nodes(trees: CandidateTrees, f: FloatArray, weight: FloatArray, seconds: FloatArray) -> Priced:
     """Buys the prefix with the best rate.
 
@@ -32,44 +54,47 @@ def price_nodes(trees: CandidateTrees, f: FloatArray, weight: FloatArray, second
     [most + 1]: of an iteration in which 0 to ``most`` nodes are verified. Of nodes worth the same the first
     are taken.
     """
-    most, value = len(seconds) - 1, f * weight[trees.row]
+    value = f * weight[trees.row]
     falling = np.sort(value)[::-1]
-    worth = np.empty(most + 1)
-    worth[0] = roots = weight.sum()
-    worth[1:] = roots + falling[:most].cumsum()
-    rate = worth / seconds
-    best = int(rate.argmax())
-    if best and falling[best - 1] <= 0:  # only where the latency falls with tokens
-        best = int(rate[: np.count_nonzero(falling) + 1].argmax())
-    selection, best_rate = best_nodes(trees, f, value, falling, best), float(rate[best])
-    return Priced(selection, value, best_rate, _token_price(best_rate, seconds, best, trees, falling))
+    roots = float(weight.sum())
+    keep, counts, expected, rate, price = _price(trees.row_start, f, value, falling, roots, seconds)
+    return Priced(_selection(keep, counts, expected), value, rate, price)
 
 
-def best_nodes(
-    trees: CandidateTrees, f: FloatArray, value: FloatArray, falling: FloatArray, count: int
-) -> Selection:
-    """The ``count`` nodes that are worth most; of equals the first, so parents before children. ``falling``
-    [m]: ``value`` [m], sorted."""
-    n, row = trees.n_rows, trees.row
-    least = falling[count - 1] if count else np.inf
-    keep: BoolArray = value >= least
-    if surplus := np.count_nonzero(keep) - count:
-        keep[np.flatnonzero(value == least)[-surplus:]] = False
-    expected = np.ones(n)
-    expected += np.bincount(row, f * keep, n)
-    counts = np.bincount(row[keep], minlength=n)
-    return Selection(keep, counts, np.zeros(n, np.int64), expected)
+def best_nodes(trees: CandidateTrees, f: FloatArray, value: FloatArray, count: int) -> Selection:
+    """The ``count`` nodes that are worth most by ``value`` [m]; of equals the first, so parents before
+    children."""
+    return _selection(*_best_nodes(trees.row_start, f, value, np.sort(value)[::-1], count))
 
 
-def _token_price(
-    rate: float, seconds: FloatArray, best: int, trees: CandidateTrees, falling: FloatArray
-) -> float:
-    """What the seconds of one verify token more or less are worth if ``best`` nodes are bought."""
-    most = len(seconds) - 1
-    low, high = max(0, best - trees.n_rows), min(most, best + trees.n_rows)
-    price = rate * float(seconds[high] - seconds[low]) / max(1, high - low)
-    # If B limits the selection, a place costs as much as the last chosen node is worth.
-    return max(price, float(falling[best - 1])) if 0 < best == most < trees.n_nodes else price
+def _selection(keep: BoolArray, counts: IntArray, expected: FloatArray) -> Selection:
+    return Selection(keep, counts, np.zeros_like(counts), expected)
+
+
+@compiled(INTS, FLOATS, FLOATS, FLOATS, FLOAT, FLOATS)
+def _price(
+    row_start: IntArray,
+    f: FloatArray,
+    value: FloatArray,
+    falling: FloatArray,
+    worth: float,
+    seconds: FloatArray,
+) -> tuple[BoolArray, IntArray, FloatArray, float, float]:
+    """``falling``: ``value``, sorted; ``worth``: of the roots."""
+    n, m, most = len(row_start) - 1, len(f), len(seconds) - 1
+    best, rate = 0, worth / seconds[0]
+    for count in range(1, most + 1):
+        worth += falling[count - 1]
+        # Nothing is bought that is worth nothing, even where the latency falls with tokens.
+        if worth / seconds[count] > rate and falling[count - 1] > 0.0:
+            best, rate = count, worth / seconds[count]
+    # What the seconds of one verify token more or less are worth.
+    low, high = max(0, best - n), min(most, best + n)
+    price = rate * (seconds[high] - seconds[low]) / max(1, high - low)
+    if 0 < best == most < m:  # if B limits the selection, a place costs as much as the last node is worth
+        price = max(price, falling[best - 1])
+    keep, counts, expected = _best_nodes(row_start, f, value, falling, best)
+    return keep, counts, expected, rate, price
 
 
 def uncovered(offered: CandidateTrees | None, n: int, levels: int) -> FloatArray:

@@ -1,9 +1,8 @@
-"""Vectorised selection over flat candidate trees: AdaServe's Algorithm 2 lines 9-23, and its relatives.
+"""Selection over flat candidate trees: AdaServe's Algorithm 2 lines 9-23, and its relatives.
 
-Everything rests on one fact: a path probability never rises from parent to child. So the best m nodes
-of a row are always a tree, and a selection is fully described by how long a prefix of each row's ranking
-is kept. Ranking costs one integer sort: the bits of a positive float compare like the float, and the
-node's position in the low bits breaks ties parent-first (traps 2 and 8 of the published pseudocode).
+Everything rests on one fact: a path probability never rises from parent to child. So the best m nodes of a
+row are always a tree, and a selection is fully described by how long a prefix of each row's ranking is kept.
+Equals stay in the order of the nodes, parents first (traps 2 and 8 of the published pseudocode).
 """
 
 from __future__ import annotations
@@ -13,30 +12,24 @@ from typing import TypeVar
 
 import numpy as np
 
+from adaserve.scheduler.compiled import FLOAT, FLOAT_TABLE, FLOATS, INT, INT_TABLE, INTS, compiled
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray, Selection
 
 Values = TypeVar("Values", FloatArray, IntArray, BoolArray)
 
-INDEX_BITS = 20
-INDEX_MASK = (1 << INDEX_BITS) - 1
-"""32 bits of mantissa stay: probabilities closer than 2.3e-10 (relative) are ties."""
-
 ENOUGH = 1.0 + 1e-9
 """A need that the root alone meets, up to rounding."""
+
+NO_CAP = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Candidates of every row, best first, padded with key 0 to the longest row."""
+    """Candidates of every row, best first, padded to the longest row."""
 
-    key: IntArray  # [n, k]: bits of the value, node index below; falling along a row
-    value: FloatArray  # [n, k]: path probability
+    index: IntArray  # [n, k]: flat node index; meaningless where there is no node
+    value: FloatArray  # [n, k]: path probability, 0 where there is no node; falling along a row
     available: IntArray  # [n]: nodes with value > 0
-
-    @property
-    def index(self) -> IntArray:
-        """Flat node index of every entry, [n, k]; meaningless where key is 0."""
-        return INDEX_MASK - (self.key & INDEX_MASK)
 
 
 def path_probability(trees: CandidateTrees) -> FloatArray:
@@ -74,25 +67,47 @@ def rank(trees: CandidateTrees, f: FloatArray, cap: IntArray | None = None) -> R
     ``cap`` [n]: nodes deeper than that are left out. A child whose ``f`` exceeds its parent's by
     rounding is pulled down to it.
     """
-    n, m = trees.n_rows, trees.n_nodes
-    assert m <= INDEX_MASK, f"{m} candidates exceed {INDEX_MASK}; lower the width"
-    f = never_rising(trees, within_cap(trees, f, cap))
-    node, row = np.arange(m), trees.row
-    sizes = trees.row_start[1:] - trees.row_start[:-1]
-    grid = np.zeros((n, int(sizes.max(initial=0))), np.int64)
-    grid[row, node - trees.first] = (f.view(np.int64) & ~INDEX_MASK) | (INDEX_MASK - node)
-    grid = np.sort(grid, axis=1)[:, ::-1]
-    value = (grid & ~INDEX_MASK).view(np.float64)
-    return Ranked(grid, value, np.count_nonzero(value, axis=1))
+    cap = NO_CAP if cap is None else cap
+    return Ranked(*_rank(trees.row_start, trees.parent, trees.depth, f, cap))
+
+
+@compiled(INTS, INTS, INTS, FLOATS, INTS)
+def _rank(
+    row_start: IntArray, parent: IntArray, depth: IntArray, f: FloatArray, cap: IntArray
+) -> tuple[IntArray, FloatArray, IntArray]:
+    n, longest = len(row_start) - 1, 0
+    for r in range(n):
+        longest = max(longest, row_start[r + 1] - row_start[r])
+    index, value = np.zeros((n, longest), np.int64), np.zeros((n, longest))
+    available, falling = np.zeros(n, np.int64), np.empty(len(f))
+    for r in range(n):
+        start, end = row_start[r], row_start[r + 1]
+        for i in range(start, end):
+            falling[i] = 0.0 if len(cap) and depth[i] > cap[r] else f[i]
+            if parent[i] >= 0:
+                falling[i] = min(falling[i], falling[start + parent[i]])
+        order = np.argsort(-falling[start:end], kind="mergesort")  # which is stable
+        for place in range(end - start):
+            node = start + order[place]
+            index[r, place], value[r, place] = node, falling[node]
+            available[r] += falling[node] > 0.0
+    return index, value, available
 
 
 def take_prefix(ranked: Ranked, counts: IntArray, slo_counts: IntArray, m: int) -> Selection:
     """Keeps the first ``counts[r]`` ranked nodes of every row."""
-    chosen = np.arange(ranked.value.shape[1]) < counts[:, None]
-    keep = np.zeros(m, np.bool_)
-    keep[INDEX_MASK - (ranked.key[chosen] & INDEX_MASK)] = True
-    expected = 1.0 + (ranked.value * chosen).sum(axis=1)
+    keep, expected = _prefix(ranked.index, ranked.value, counts, m)
     return Selection(keep, counts, slo_counts, expected)
+
+
+@compiled(INT_TABLE, FLOAT_TABLE, INTS, INT)
+def _prefix(index: IntArray, value: FloatArray, counts: IntArray, m: int) -> tuple[BoolArray, FloatArray]:
+    keep, expected = np.zeros(m, np.bool_), np.ones(len(counts))
+    for r in range(len(counts)):
+        for place in range(counts[r]):
+            keep[index[r, place]] = True
+            expected[r] += value[r, place]
+    return keep, expected
 
 
 def slo_counts(ranked: Ranked, need: FloatArray, reach: float, n_max: int | None, budget: int) -> IntArray:
@@ -104,22 +119,30 @@ def slo_counts(ranked: Ranked, need: FloatArray, reach: float, n_max: int | None
     Who is neediest is sorted out here, and only when the budget is short: A(r) of every running request
     changes in every iteration, so a list kept in order between them would be sorted anew as well.
     """
-    n, k = ranked.value.shape
-    granted = np.zeros(n, np.int64)
-    behind = (np.minimum(need, reach) > ENOUGH).nonzero()[0]  # only these rows take part: often few
-    most = k if n_max is None else min(n_max, k)
-    if not behind.size:
-        return granted
-    need = need[behind]
-    short = ranked.value[behind, :most].cumsum(axis=1) < (np.minimum(need, reach) - ENOUGH)[:, None]
-    available = np.minimum(ranked.available[behind], most)
-    wanted = np.minimum(np.count_nonzero(short, axis=1) + 1, available)
-    if int(wanted.sum()) > budget:
-        order = np.argsort(-need, kind="stable")
-        mine = wanted[order]
-        wanted[order] = np.minimum(mine, np.maximum(0, budget - (mine.cumsum() - mine)))
-    granted[behind] = wanted
-    return granted
+    most = ranked.value.shape[1] if n_max is None else n_max
+    counts: IntArray = _slo_counts(ranked.value, ranked.available, need, reach, most, budget)
+    return counts
+
+
+@compiled(FLOAT_TABLE, INTS, FLOATS, FLOAT, INT, INT)
+def _slo_counts(
+    value: FloatArray, available: IntArray, need: FloatArray, reach: float, n_max: int, budget: int
+) -> IntArray:
+    n, wanted = len(need), np.zeros(len(need), np.int64)
+    for r in range(n):
+        missing = min(need[r], reach) - ENOUGH
+        if missing <= 0.0:  # the root suffices
+            continue
+        expected = 0.0
+        while wanted[r] < min(n_max, available[r]) and expected < missing:
+            expected += value[r, wanted[r]]
+            wanted[r] += 1
+    if wanted.sum() > budget:
+        left = max(0, budget)
+        for r in np.argsort(-need, kind="mergesort"):
+            wanted[r] = min(wanted[r], left)
+            left -= wanted[r]
+    return wanted
 
 
 def best_counts(ranked: Ranked, first: IntArray, budget: int) -> IntArray:
@@ -127,14 +150,41 @@ def best_counts(ranked: Ranked, first: IntArray, budget: int) -> IntArray:
 
     Returns kept nodes per row, [n].
     """
+    leftovers = _leftovers(ranked.value, ranked.available, first)
+    if len(leftovers) <= max(0, budget):
+        return np.maximum(ranked.available, first)
     if budget <= 0:
         return first
-    if int((ranked.available - first).sum()) <= budget:
-        return ranked.available
-    # More possible nodes are left than fit, so the threshold lies above all impossible ones.
-    key = ranked.key * (np.arange(ranked.key.shape[1]) >= first[:, None])
-    threshold = np.partition(key, key.size - budget, axis=None)[key.size - budget]
-    return first + np.count_nonzero(key >= threshold, axis=1)
+    place = len(leftovers) - budget
+    least = float(np.partition(leftovers, place)[place])
+    counts: IntArray = _best_counts(ranked.value, ranked.available, first, least, budget)
+    return counts
+
+
+@compiled(FLOAT_TABLE, INTS, INTS)
+def _leftovers(value: FloatArray, available: IntArray, first: IntArray) -> FloatArray:
+    leftovers, at = np.empty(max(0, (available - first).sum())), 0
+    for r in range(len(first)):
+        for place in range(first[r], available[r]):
+            leftovers[at] = value[r, place]
+            at += 1
+    return leftovers
+
+
+@compiled(FLOAT_TABLE, INTS, INTS, FLOAT, INT)
+def _best_counts(
+    value: FloatArray, available: IntArray, first: IntArray, least: float, budget: int
+) -> IntArray:
+    counts = first.copy()
+    for r in range(len(first)):
+        while counts[r] < available[r] and value[r, counts[r]] > least:
+            counts[r] += 1
+            budget -= 1
+    for r in range(len(first)):  # of equals, those of the first rows
+        while budget > 0 and counts[r] < available[r] and value[r, counts[r]] == least:
+            counts[r] += 1
+            budget -= 1
+    return counts
 
 
 def two_phase(

@@ -79,10 +79,10 @@ class AdaptiveVerifyPolicy(BasePolicy):
         """The prefix of all chains' tokens that promises the most tokens per second."""
         if not trees.n_nodes:
             return Selection.nothing(trees.n_rows)
-        n, parent = trees.n_rows, trees.above
+        n = trees.n_rows
         q = claimed_probability(trees)
         p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
-        f = within_cap(trees, path_product(p, parent, int(trees.depth.max())), plan.cap)
+        f = within_cap(trees, path_product(p, trees.above), plan.cap)
         seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
         return price_nodes(trees, f, np.ones(n), seconds).selection
 

@@ -279,9 +279,8 @@ class PricedPolicy(BasePolicy):
         self._add_rate(regime, priced.rate)
         if regime.in_vain and trees.draft_steps and not priced.selection.keep.any():
             # A probe shows what verification costs, too: if nothing were verified, that could not change.
-            falling = np.sort(priced.value)[::-1]
-            possible = int(np.count_nonzero(falling))
-            return best_nodes(trees, f, priced.value, falling, min(n, len(seconds) - 1, possible))
+            possible = int(np.count_nonzero(priced.value))
+            return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1, possible))
         return priced.selection
 
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:

@@ -196,7 +196,7 @@ class TestCalibration:
         for i in range(len(p)):
             if parent[i] < len(p):
                 want[i] *= want[parent[i]]
-        assert path_product(p, parent, 8) == pytest.approx(want)
+        assert path_product(p, parent) == pytest.approx(want)
 
     def test_step_probability_inverts_the_path(self):
         trees = trees_from([[(-1, 0.5), (0, 0.25), (1, 1.0)]])

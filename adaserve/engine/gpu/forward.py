@@ -16,6 +16,7 @@ from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import READ_AT_ONCE, Key, SearchKey
 from adaserve.engine.transfer import StaticArrays
 from adaserve.engine.trees.batch import TreeBatch
+from adaserve.scheduler.compiled import BOOL_TABLE, BOOLS_OUT, INT, INTS, INTS_OUT, compiled, several
 
 
 class Packed:
@@ -47,6 +48,32 @@ class _Prepared:
         """The same."""
 
 
+@compiled(several(INTS, INTS, INTS, INTS, INTS, INTS), BOOL_TABLE, INTS, INT, INT, INTS_OUT, BOOLS_OUT)
+def _pack(
+    batch: tuple[np.ndarray, ...],
+    seen: np.ndarray,
+    byte_starts: np.ndarray,
+    last_token: int,
+    last_position: int,
+    of_tokens: np.ndarray,
+    to_seen: np.ndarray,
+) -> None:
+    """Fills ``Packed.of_tokens`` and ``Packed.seen`` [tokens, columns]."""
+    tokens, positions, pool_rows, places, q_lens, kv_lens = batch
+    columns, width, at = to_seen.shape[1], seen.shape[1], 0
+    for r in range(len(q_lens)):
+        for query in range(q_lens[r]):
+            of_tokens[0, at] = min(tokens[at], last_token)
+            of_tokens[1, at] = min(positions[at], last_position)
+            of_tokens[2, at], of_tokens[3, at] = pool_rows[r], places[at]
+            of_tokens[4, at] = 8 * byte_starts[r] + (query + 1) * kv_lens[r]  # ``Extent.window_ends``
+            to_seen[at, : columns - width] = True
+            to_seen[at, columns - width :] = seen[at]
+            at += 1
+    of_tokens[:3, at:], of_tokens[3:, at:] = 0, -1
+    to_seen[at:] = True
+
+
 class GpuForward:
     """``ModelForward`` by padded size, on static buffers, with a graph per size where graphs are captured."""
 
@@ -72,15 +99,16 @@ class GpuForward:
 
     def _pack(self, batch: TreeBatch, extent: Extent, to: Packed) -> None:
         """The tokens, padded, where their keys are and what they see of these."""
-        count, p, seen = len(batch), self.parts, seen_by(batch)
-        np.minimum(batch.tokens, p.last_token, out=to.tokens[:count])
-        np.minimum(batch.positions, p.last_position, out=to.positions[:count])
-        to.pool_rows[:count] = batch.pool_rows.repeat(batch.q_lens)
-        to.places[:count], to.ends[:] = batch.places, extent.window_ends
-        to.of_tokens[:3, count:], to.of_tokens[3:, count:] = 0, -1
-        to.lists[:] = slot_lists(extent, batch.pool_rows, batch.gap)
-        to.seen[:] = True
-        to.seen[0, :count, to.seen.shape[2] - seen.shape[1] :] = seen
+        parts, to.lists[:] = self.parts, slot_lists(extent, batch.pool_rows, batch.gap)
+        _pack(
+            (batch.tokens, batch.positions, batch.pool_rows, batch.places, batch.q_lens, batch.kv_lens),
+            seen_by(batch),
+            extent.byte_starts,
+            parts.last_token,
+            parts.last_position,
+            to.of_tokens,
+            to.seen[0],
+        )
 
     def run(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] and their argmax int64 [T], valid until the next forward."""

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.trees.attention import indptr
 from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.verify import SCRATCH_SLOT
+from adaserve.scheduler.compiled import INTS, compiled
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,25 @@ class Extent:
     kv_lens: np.ndarray  # int64 [R]
 
     @cached_property
+    def starts(self) -> np.ndarray:
+        """int64 [3, R + 1]: ``qo_starts``, ``kv_starts`` and ``byte_starts``."""
+        starts: np.ndarray = _starts(self.q_lens, self.kv_lens)
+        return starts
+
+    @property
     def qo_starts(self) -> np.ndarray:
         """int64 [R + 1]"""
-        return indptr(self.q_lens)
+        return self.starts[0]
 
-    @cached_property
+    @property
     def kv_starts(self) -> np.ndarray:
         """int64 [R + 1]"""
-        return indptr(self.kv_lens)
+        return self.starts[1]
 
-    @cached_property
+    @property
     def byte_starts(self) -> np.ndarray:
         """int64 [R + 1]: where each request's mask starts."""
-        return indptr((self.q_lens * self.kv_lens + 7) >> 3)
+        return self.starts[2]
 
     @property
     def window_ends(self) -> np.ndarray:
@@ -52,6 +58,16 @@ class Extent:
     def ends_of(self, q: int) -> np.ndarray:
         """int64 [R, q]: ``window_ends`` where every request has q tokens."""
         return 8 * self.byte_starts[:-1, None] + self.kv_lens[:, None] * np.arange(1, q + 1)
+
+
+@compiled(INTS, INTS)
+def _starts(q_lens: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
+    starts = np.zeros((3, len(q_lens) + 1), np.int64)
+    for r in range(len(q_lens)):
+        starts[0, r + 1] = starts[0, r] + q_lens[r]
+        starts[1, r + 1] = starts[1, r] + kv_lens[r]
+        starts[2, r + 1] = starts[2, r] + ((q_lens[r] * kv_lens[r] + 7) >> 3)
+    return starts
 
 
 def seen_by(batch: TreeBatch) -> np.ndarray:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
+from adaserve.scheduler.compiled import BOOLS, INT, INTS, compiled, several
 from adaserve.scheduler.interface import Selection
 
 SCRATCH_SLOT = 0
@@ -100,57 +101,81 @@ class VerifyBatch:
 
 def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyBatch:
     """What ``selection`` keeps of ``proposal``, with the roots."""
-    trees, n = proposal.trees, len(rows)
-    node = selection.keep.nonzero()[0]
-    q_lens = selection.counts + 1
-    root = q_lens.cumsum() - q_lens
-    row = np.arange(n).repeat(q_lens)
-    of, depths = trees.row[node], trees.depth[node]
-    at = np.arange(1, 1 + len(node)) + of  # behind the roots of the rows up to its own
-
-    tree = np.zeros((4 + int(depths.max(initial=0)), len(row)), np.int64)
-    tokens, depth, pool_rows, own, *above = tree
-    tokens[root], tokens[at], depth[at] = rows.roots, trees.token[node], depths
-    pool_rows[:], own[:] = rows.pool_rows.repeat(q_lens), np.arange(len(row))
-    if above:
-        stands_at = np.zeros(trees.n_nodes + 1, np.int64)  # where a candidate stands in this batch
-        stands_at[node] = at
-        # A root stands before all that hang from it, and is found nowhere.
-        parent = above[0]
-        parent[root], parent[at] = root, np.maximum(stands_at[trees.above[node]], root[of])
-        for below, higher in pairwise(above):
-            higher[:] = below[parent]
-
-    places, drafted = _places(proposal, node, at, depth)
-    width, seen = 1, None
-    if above:
-        width = proposal.width
-        seen = np.zeros((len(row), width), np.bool_)
-        seen[:, 0] = seen[own, places[1][tree[3:-1]]] = True
-    places += rows.seq_lens[row]
-    kv_lens = rows.seq_lens + width
-    batch = TreeBatch(tokens, places[0], places[1], rows.pool_rows, q_lens, kv_lens, seen)
+    trees, counts = proposal.trees, selection.counts
+    tree, row, root, node, places, seen = _layout(
+        (trees.row_start, trees.token, trees.parent, trees.depth, proposal.column, proposal.width),
+        selection.keep,
+        counts,
+        (rows.roots, rows.pool_rows, rows.seq_lens),
+    )
+    places, drafted = _with_drafts(proposal, places, rows.seq_lens, row, node, tree[1])
+    width = proposal.width if len(node) else 1
+    batch = TreeBatch(
+        tree[0], places[0], places[1], rows.pool_rows, counts + 1, rows.seq_lens + width,
+        seen if len(node) else None,
+    )  # fmt: skip
     return VerifyBatch(batch, tree, row, root, node, drafted, places)
 
 
-def _places(
-    proposal: Proposal, node: np.ndarray, at: np.ndarray, depth: np.ndarray
+@compiled(several(INTS, INTS, INTS, INTS, INTS, INT), BOOLS, INTS, several(INTS, INTS, INTS))
+def _layout(
+    candidates: tuple[Any, ...], keep: np.ndarray, counts: np.ndarray, rows: tuple[Any, ...]
+) -> tuple[np.ndarray, ...]:
+    """``tree``, ``row``, ``root``, ``node``, the first two of ``places``, and bool [T, width]: which columns
+    of its request's window each token sees."""
+    row_start, token, parent, depth, column, width = candidates
+    roots, pool_rows, seq_lens = rows
+    n, deepest = len(roots), 0
+    for i in range(len(keep)):
+        if keep[i]:
+            deepest = max(deepest, depth[i])
+    count = n + counts.sum()
+    tree, row = np.zeros((4 + deepest, count), np.int64), np.empty(count, np.int64)
+    root, node = np.empty(n, np.int64), np.empty(count - n, np.int64)
+    places, seen = np.empty((2, count), np.int64), np.zeros((count, width), np.bool_)
+    stands_at = np.empty(len(keep), np.int64)  # where a candidate stands in this batch
+    at = 0
+    for r in range(n):
+        # A root is above itself, and above all that hangs from it.
+        root[r], row[at], tree[0, at], tree[2, at], tree[3:, at] = at, r, roots[r], pool_rows[r], at
+        places[:, at], seen[at, 0] = seq_lens[r], True
+        at += 1
+        for i in range(row_start[r], row_start[r + 1]):
+            if not keep[i]:
+                continue
+            up = stands_at[row_start[r] + parent[i]] if parent[i] >= 0 else root[r]
+            stands_at[i], node[at - r - 1], row[at] = at, i, r
+            tree[0, at], tree[1, at], tree[2, at], tree[3, at] = token[i], depth[i], pool_rows[r], at
+            for level in range(4, 4 + deepest):
+                tree[level, at] = tree[level - 1, up]
+            places[0, at], places[1, at] = seq_lens[r] + depth[i], seq_lens[r] + column[i]
+            seen[at] = seen[up]
+            seen[at, column[i]] = True
+            at += 1
+    return tree, row, root, node, places, seen
+
+
+def _with_drafts(
+    proposal: Proposal,
+    places: np.ndarray,
+    seq_lens: np.ndarray,
+    row: np.ndarray,
+    node: np.ndarray,
+    depth: np.ndarray,
 ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """``VerifyBatch.places``, counted from each row's root, and ``drafted``. The candidates ``node`` stand at
-    the tokens ``at``."""
-    places = np.zeros((2 + len(proposal.drafted), len(depth)), np.int64)
-    places[0], places[1][at] = depth, proposal.column[node]
-    drafted = {}
-    for held, (number, there) in zip(places[2:], proposal.drafted.items(), strict=True):
+    """``VerifyBatch.places``, whose first two are ``places``, and ``drafted``."""
+    of_models, drafted, is_node = [places], {}, depth > 0
+    for number, there in proposal.drafted.items():
         if there is proposal.column:  # it made every node, so what the target writes it has at the same place
-            held[:], drafted[number] = places[1], depth > 0
+            of_models.append(places[1:])
+            drafted[number] = is_node
             continue
-        column = there[node]
-        made = column > 0
-        held[at] = np.where(made, column, depth[at])
-        drafted[number] = np.zeros(len(depth), np.bool_)
-        drafted[number][at] = made
-    return places, drafted
+        held, made = places[:1].copy(), np.zeros(len(depth), np.bool_)
+        made[is_node] = there[node] > 0
+        held[0, made] = (seq_lens[row[is_node]] + there[node])[made[is_node]]
+        of_models.append(held)
+        drafted[number] = made
+    return (places if len(of_models) == 1 else np.concatenate(of_models)), drafted
 
 
 @dataclass(frozen=True, slots=True)
