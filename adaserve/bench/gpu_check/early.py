@@ -42,9 +42,9 @@ def check_early(requests: int, first: int, device: torch.device) -> dict[str, An
     wrong = int((short != found.cpu()).sum())
     wrong += sum(int((right[name] != got[name].cpu())[:searched].sum()) for name in right)
 
-    kv_lens, cut = np.ones(padded, np.int64), Cut(4, 2 * padded + 1, 1, 64, 4)
+    kv_lens, cut = np.ones(padded, np.int64), Cut(4, 2 * padded + 1, 1, 1, 4)
     kv_lens[:searched] = 20 + np.arange(searched)
-    of_kernel = [0, 1, 2, 4]  # where keys start stays as it was planned
+    of_kernel = [0, 1, 2, 4, 5]  # where keys start stays as it was planned
     planned, expected = (
         tiles_of(np.full(padded, TOKENS), lens, GROUP, cut) for lens in (kv_lens, kv_lens - short.numpy())
     )

@@ -24,19 +24,23 @@ from adaserve.engine.gpu.follow_kernel import shorten_fused
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
 
-TILE = 5
+TILE = 6
 """Numbers of each tile: the first token of its request, its first row and all rows of the request, where the
-request's KV slots start and how many they are. A row is one head of one token."""
+request's KV slots start and how many they are, and how many of them a part has at least. A row is one head of
+one token."""
 
 LEAST_ROWS, MOST_ROWS = 16, 64
 """Of a tile: a tensor core multiplies 16."""
 
-MOST_PARTS, MOST_SPLITS = 1024, 32
-"""Parts of all tiles together, where contexts are cut, and of one."""
+MOST_KEPT, MOST_SPLITS = 1 << 16, 32
+"""Rows of all parts of all tiles together, where contexts are cut, and parts of one."""
 
 BUSY = 256
-"""Tiles of all key heads that keep a GPU busy, as two for each multiprocessor do. Where there are fewer,
-parts are short, so that there are more of them."""
+"""Tiles of all key heads that keep a GPU busy, as two for each multiprocessor do. Up to so many, parts are
+short, so that there are more of them."""
+
+SHORT, LONG = 64, 256
+"""Keys of a part, at least."""
 
 LOG2_E = 1.4426950408889634
 
@@ -51,7 +55,7 @@ class Cut:
     rows: int  # of a tile
     tiles: int  # at most
     splits: int  # parts of a context, at most
-    least: int  # keys of a part, at least
+    heads: int  # that have keys
     warps: int
     keys: int = 64  # that a program reads at a time
     stages: int = 2
@@ -62,9 +66,9 @@ class Workspace:
 
     def __init__(self, heads: HeadShape, device: torch.device) -> None:
         self.group, self._kv_heads = heads.q_heads // heads.kv_heads, heads.kv_heads
-        cells = MOST_ROWS * (triton.next_power_of_2(heads.head_dim) + 2)
-        self.partial = torch.empty(MOST_PARTS * cells, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(MOST_PARTS, dtype=torch.int32, device=device)
+        cells = triton.next_power_of_2(heads.head_dim) + 2
+        self.partial = torch.empty(MOST_KEPT * cells, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(MOST_KEPT // LEAST_ROWS, dtype=torch.int32, device=device)
         """Of each tile and key head, parts that are done. All are 0 between two forwards."""
 
     def cut(self, requests: int, tokens: int, longest: int) -> Cut:
@@ -73,9 +77,8 @@ class Workspace:
         rows = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(longest * self.group)))
         tiles = tokens * self.group // rows + requests
         programs = tiles * self._kv_heads
-        splits = min(MOST_SPLITS, max(1, MOST_PARTS // programs))
-        least, warps = (256, 2) if programs >= BUSY else (64, 4)
-        return Cut(rows, tiles, splits, least, warps)
+        splits = min(MOST_SPLITS, max(1, MOST_KEPT // (programs * rows)))
+        return Cut(rows, tiles, splits, self._kv_heads, 2 if programs >= BUSY else 4)
 
 
 class TritonKernel:
@@ -133,6 +136,8 @@ def _tiles_of_queries(lens: bytes, group: int, cut: Cut) -> tuple[np.ndarray, np
     tiles[:n, 0] = (q_lens.cumsum() - q_lens)[request]
     tiles[:n, 1] = (np.arange(n) - (each.cumsum() - each)[request]) * cut.rows
     tiles[:n, 2] = q_lens[request] * group
+    # As many as there are, whatever the padded size could have: a verification's may be of few requests.
+    tiles[:, 5] = SHORT if n * cut.heads <= BUSY else LONG
     return tiles, request
 
 
@@ -155,24 +160,24 @@ def attend_fused(
         q, keys, values, out, slots, tiles, ends, seen, workspace.partial, workspace.counters,
         scaling * LOG2_E, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0),
         values.stride(1), *strides, each, width, heads // kv_heads, dim, triton.next_power_of_2(dim),
-        cut.rows, cut.keys, cut.least, num_warps=cut.warps, num_stages=cut.stages,
+        cut.rows, cut.keys, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return out
 
 
 # Compiled once for a model and a cut: windows and tiles are views that start anywhere, with any strides.
 @triton.jit(
-    do_not_specialize=["s_row", "s_token", "s_column", "each", "width", "least"],
+    do_not_specialize=["s_row", "s_token", "s_column", "each", "width"],
     do_not_specialize_on_alignment=["tiles", "ends", "seen"],
 )
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, out, slots, tiles, ends, seen, partial, counters, scale, q_token, q_head, k_slot,
     k_head, v_slot, v_head, s_row, s_token, s_column, each, width, group: tl.constexpr, dim: tl.constexpr,
-    block_dim: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr, least,
+    block_dim: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
     head, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
-    tiles += 5 * tl.program_id(0)
-    length = tl.load(tiles + 4)
+    tiles += 6 * tl.program_id(0)
+    length, least = tl.load(tiles + 4), tl.load(tiles + 5)
     # Parts are whole blocks, and none of them is short where the context is not.
     part = tl.maximum(tl.cdiv(tl.cdiv(length, splits), block_keys) * block_keys, least)
     begin = split * part

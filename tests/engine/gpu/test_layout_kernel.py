@@ -48,7 +48,7 @@ windows = [
 half, floats = torch.zeros(64, dtype=torch.float16), torch.zeros(64)
 attention = [
     (half, half, half, half, words, table[start:], numbers[start:], bools.byte()[start:], floats, words, 0.5,
-     6144, 64, 1024, 64, 1024, 64, stride, start, 1, 1 + start, width, 4, 64, 64, rows, 64, 64 + 7 * start)
+     6144, 64, 1024, 64, 1024, 64, stride, start, 1, 1 + start, width, 4, 64, 64, rows, 64)
     for start, stride, width, rows in ((0, 16, 16, 16), (1, 0, 3, 16))
 ]
 kinds(_attend, (*attention[0][:25], 64, *attention[0][26:]))
