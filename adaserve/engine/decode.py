@@ -97,7 +97,6 @@ class DecodeLoop:
         if rows.grammars is not None:
             proposal, allowed = rows.grammars.constrain(proposal)
         selection = self._select(plan, proposal)
-        selected = self.device.mark()
         verified = verify.build(rows, proposal, selection)
         tensors, draws, logits = self._verify(batch, rows, settings, verified, allowed, drawn)
         acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
@@ -109,7 +108,9 @@ class DecodeLoop:
         caught_up = tuple(d.caught_up for d in drafts if d.caught_up is not None)
         first_level = drafts[0].first_level if len(drafts) == 1 else None
         spans = (start, drafted, drafted) if early is None else (*early.span, start)
-        marks = Marks(*spans, selected, self.device.mark(), caught_up, first_level)
+        runs = self._take_runs()
+        verifying = runs[0][-1][0]  # of the target's forwards the last one; a mark of its own would cost time
+        marks = Marks(*spans, verifying, self.device.mark(), caught_up, first_level)
         outcome = self.device.get(
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
         )
@@ -117,7 +118,6 @@ class DecodeLoop:
         if drawn is not None:
             self.settle()
             verified.tokens[:] = rows.roots
-        runs = self._take_runs()
         if early is not None:
             runs = [before + now for before, now in zip(early.runs, runs, strict=True)]
         self._arriving = self._unobserved = Iteration(

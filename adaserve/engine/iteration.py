@@ -26,12 +26,12 @@ from adaserve.slo.events import IterationSample
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The ends of an iteration's steps in the device's queue."""
+    """Where an iteration's steps begin and end in the device's queue."""
 
     start: Mark
     drafted: Mark
     resumed: Mark  # the same, unless it was drafted early: prompts may have been read meanwhile
-    selected: Mark
+    verifying: Mark  # the target's forward begins
     accepted: Mark
     caught_up: tuple[Run, ...]  # when sources took in what they had missed, inside of drafting
     first_level: Mark | None = None  # of a draft with several, where a single source was asked
@@ -84,8 +84,8 @@ class Iteration:
             new_tokens=self.copy.read()["count"] + 1,
             end_s=end_s,
             draft_s=drafted_s - catch_up_s,
-            select_s=marks.resumed.seconds_until(marks.selected),
-            verify_s=marks.selected.seconds_until(marks.accepted),
+            select_s=marks.resumed.seconds_until(marks.verifying),
+            verify_s=marks.verifying.seconds_until(marks.accepted),
             total_s=drafted_s + marks.resumed.seconds_until(marks.accepted),
             since_last_s=end_s - last_end_s if last_end_s else 0.0,
             prefilled=prefilled,
