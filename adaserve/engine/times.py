@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from adaserve.engine.device import Run
 from adaserve.scheduler.interface import IterationOutcome
 
+STALL_S = 0.01
+"""No model runs for so long in a loop: kernels are compiled, garbage is collected, or many requests end."""
+
 
 class Times:
     """Sums since the start: seconds, and how often."""
@@ -15,6 +18,7 @@ class Times:
         self.last_end_s = 0.0
         """When the latest decode iteration was over."""
         names = "decode_s iterations prefill_s prefills target_s draft_s loop_s loop_models_s loops"
+        names += " stalls stalled_s"
         self._sums = dict.fromkeys(names.split(), 0.0)
         self.has_prefilled = True
         """Whether there was a prefill since then."""
@@ -37,6 +41,10 @@ class Times:
             sums["loop_s"] += outcome.since_last_s
             sums["loop_models_s"] += sum(of_model)
             sums["loops"] += 1
+            idle_s = outcome.since_last_s - sum(of_model)
+            if idle_s > STALL_S:
+                sums["stalls"] += 1
+                sums["stalled_s"] += idle_s
         self.has_prefilled, self.last_end_s = False, outcome.end_s
 
     def report(self) -> dict[str, float]:
