@@ -27,6 +27,7 @@ from adaserve.bench.gpu_check import sglang_kernels
 from adaserve.bench.gpu_check.early import check_early
 from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
 from adaserve.bench.gpu_check.search import check_search
+from adaserve.bench.gpu_check.walk import check_walk
 from adaserve.engine.filters import Filter, by_sort, differences, examples
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
@@ -314,6 +315,7 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
     elif name == "moves":
         heads = ((1024,) * 64, (512,) * 16) if device == "cuda" else ((16, 8),)  # of Llama 3.1 8B, 3.2 1B
         results = [check_moves(64 if device == "cuda" else 3, 5, sizes, where) for sizes in heads]
+        results += [check_walk(*case, where) for case in ((1, 15, 5), (64, 15, 5), (5, 90, 8), (3, 1, 1))]
     else:
         results = [check(name, case, where) for case in _cases(device, every)]
     right = all(r["right"] for r in results)

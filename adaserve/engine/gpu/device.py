@@ -152,6 +152,7 @@ class GpuDevice:
         )
         pools = [runner.token_to_kv_pool for runner in (target, *drafts)]
         parts.warm_moves([*pools, parts.target_states] if readers else pools)
+        parts.warm_accept(table, config.deepest)
         parts.warm_draws(int(target.model_config.vocab_size))
         parts.warm_slots(table, most_rows)
         if capture:
@@ -214,6 +215,15 @@ class GpuDevice:
             scratch = torch.full((1, 1), verify.SCRATCH_SLOT, dtype=torch.int64, device=self.device)
             for pool in pools:
                 self.move(pool, scratch, scratch)
+
+    def warm_accept(self, table: Tensor, deepest: int) -> None:
+        """Compiles the kernels that accept tokens and say where they belong, for trees of every depth."""
+        if self.device.type == "cuda":
+            none = torch.zeros(1, dtype=torch.int64, device=self.device)
+            for depth in range(1, deepest + 1):
+                t = {"tree": none.expand(4 + depth, 1).contiguous(), "root": none, "places": none[None]}
+                accepted = verify.accept(t, none, 1, depth, deepest + 1)
+                verify.moves(t, accepted, table, 1, depth)
 
     def warm_draws(self, vocabulary: int) -> None:
         """Compiles the kernels of noise and filters for fp32 logits, which only requests that sample need."""

@@ -337,7 +337,7 @@ def _attend(
         out: Any, q: Any, keys: Any, values: Any, slots: Any, tiles: Any, ends: Any, seen: Any
     ) -> None:
         group, width = q.shape[1] // keys.shape[1], seen.shape[-1]
-        for start, row, rows, first, length in tiles.tolist():
+        for start, row, rows, first, length, _ in tiles.tolist():
             if row or not length:  # the first tile of a request stands for all
                 continue
             tokens = slice(start, start + rows // group)

@@ -1,0 +1,57 @@
+"""The kernels that accept tokens and say where they belong: in Triton's interpreter, and what is compiled."""
+
+from __future__ import annotations
+
+import json
+
+from tests.engine.gpu.test_moves import python
+
+CHECK = """
+import torch
+from adaserve.bench.gpu_check.walk import check_walk
+
+accepted = 0
+for case in ((1, 15, 5), (64, 15, 5), (5, 90, 8), (3, 1, 1), (2, 40, 20), (1, 0, 3)):
+    found = check_walk(*case, torch.device("cpu"))
+    assert found["right"], found
+    accepted += found["accepted"]
+assert accepted > 60
+"""
+
+COMPILED = """
+import inspect, json, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime.jit import create_function_from_signature
+from adaserve.engine.gpu.accept_kernel import BLOCK, _accept, _moves, _places
+
+hopper = GPUTarget("cuda", 90, 32)
+
+def kinds(kernel, *cases):
+    bind = create_function_from_signature(inspect.signature(kernel.fn), kernel.params, make_backend(hopper))
+    found = [bind(*case)[1] for case in cases]
+    fixed = {name: value for name, (kind, value) in zip(kernel.arg_names, found[0]) if kind == "constexpr"}
+    signature = {name: kind for name, (kind, _) in zip(kernel.arg_names, found[0])}
+    assert compile(ASTSource(kernel, signature, fixed), hopper).asm["cubin"]
+    return found
+
+numbers, table = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+bools = torch.zeros(64, dtype=torch.uint8)
+accepts, moves = [], []
+for start, size, deepest in ((0, 16, 1), (1, 1, 8)):
+    some, marks = numbers[start:], bools[start:]
+    accepts.append((some, some, some, marks, some, some, size, size, deepest, 9, BLOCK, _places(9)))
+    rest = size, size, deepest, 16 + start, 0, BLOCK, _places(deepest)
+    moves.append((some, some, some, marks, table, some, *rest))
+print(json.dumps([kinds(_accept, *accepts), kinds(_moves, *moves)]))
+"""
+
+
+def test_the_same_paths() -> None:
+    python(CHECK, interpret=True)
+
+
+def test_each_kernel_compiles_once() -> None:
+    """And for compute capability 9.0."""
+    for first, second in json.loads(python(COMPILED, interpret=False)):
+        assert first == second
