@@ -20,11 +20,11 @@ def check_walk(requests: int, most: int, deepest: int, device: torch.device) -> 
     """Numbers that are wrong; all are exact. Trees of up to ``most`` candidates, some of none, whose draws
     follow them most of the time."""
     generator = np.random.default_rng(requests + most)
-    sizes: np.ndarray = generator.integers(0, most + 1, requests)
+    sizes = np.asarray(generator.integers(0, most + 1, (requests,)))
     sizes[0] = most
     arrays = _trees(sizes, deepest, generator)
     tree, stride = arrays["tree"], deepest + 1
-    draws: np.ndarray = generator.integers(0, 9, tree.shape[1])
+    draws = np.asarray(generator.integers(0, 9, (tree.shape[1],)))
     for i in range(len(draws)):
         below = np.flatnonzero((tree[4] == i) & (tree[1] > 0))
         if len(below) and generator.random() < 0.8:
