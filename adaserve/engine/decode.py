@@ -278,7 +278,7 @@ class DecodeLoop:
         if self.device.in_place(verified, acceptance):
             return
         n = len(verified.root)
-        target, sources = verify.moves(tensors, acceptance, self.req_to_token, n, verified.deepest)
+        target, sources = self.device.moves(tensors, acceptance, self.req_to_token, n, verified.deepest)
         pools = [self.kv_pools[0], *(self.kv_pools[1 + number] for number in verified.drafted)]
         for pool, source in zip(pools, sources, strict=True):
             self.device.move(pool, target, source)

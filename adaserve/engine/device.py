@@ -229,9 +229,15 @@ class Device(Protocol):
         """Whether all KV that was accepted is known to stand where it belongs."""
         ...
 
+    def moves(
+        self, tensors: Mapping[str, Tensor], acceptance: Acceptance, table: Tensor, n: int, deepest: int
+    ) -> tuple[Tensor, Tensor]:
+        """``verify.moves``, by SGLang's ``table`` of slots."""
+        ...
+
     def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
-        """Moves KV between slots of one of SGLang's pools, or ``target_states``: paths as ``verify.moves``
-        gives them, both int64 [n, deepest]. Entries that move onto themselves do nothing."""
+        """Moves KV between slots of one of SGLang's pools, or ``target_states``: paths as ``moves`` gives
+        them, both int64 [n, deepest]. Entries that move onto themselves do nothing."""
         ...
 
     def time(self, models: Sequence[Any], step: Callable[[], Any]) -> float:

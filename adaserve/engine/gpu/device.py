@@ -192,11 +192,26 @@ class GpuDevice:
     def accept(
         self, tensors: Mapping[str, Tensor], draws: Tensor, n: int, deepest: int, stride: int
     ) -> verify.Acceptance:
-        return verify.accept(tensors, draws, n, deepest, stride)
+        """One kernel on a GPU, where there is anything to walk."""
+        if not deepest or not draws.is_cuda:
+            return verify.accept(tensors, draws, n, deepest, stride)
+        from adaserve.engine.gpu.accept_kernel import accept_fused
+
+        return accept_fused(tensors, draws, n, deepest, stride)
 
     def in_place(self, verified: verify.VerifyBatch, acceptance: verify.Acceptance) -> bool:
         """What was accepted is not known yet."""
         return verified.in_place
+
+    def moves(
+        self, tensors: Mapping[str, Tensor], acceptance: verify.Acceptance, table: Tensor, n: int, deepest: int
+    ) -> tuple[Tensor, Tensor]:
+        """One kernel on a GPU."""
+        if not table.is_cuda:
+            return verify.moves(tensors, acceptance, table, n, deepest)
+        from adaserve.engine.gpu.accept_kernel import moves_fused
+
+        return moves_fused(tensors, acceptance, table, n, deepest)
 
     def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
         """One kernel on a GPU."""
@@ -222,8 +237,8 @@ class GpuDevice:
             none = torch.zeros(1, dtype=torch.int64, device=self.device)
             for depth in range(1, deepest + 1):
                 t = {"tree": none.expand(4 + depth, 1).contiguous(), "root": none, "places": none[None]}
-                accepted = verify.accept(t, none, 1, depth, deepest + 1)
-                verify.moves(t, accepted, table, 1, depth)
+                accepted = self.accept(t, none, 1, depth, deepest + 1)
+                self.moves(t, accepted, table, 1, depth)
 
     def warm_draws(self, vocabulary: int) -> None:
         """Compiles the kernels of noise and filters for fp32 logits, which only requests that sample need."""

@@ -194,16 +194,11 @@ Tensors = Mapping[str, Tensor]
 
 
 def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acceptance:
-    """Walks every tree down along the target's draws (int64 [T]). ``deepest``: depth of the deepest token.
-    One kernel on a GPU."""
+    """Walks every tree down along the target's draws (int64 [T]). ``deepest``: depth of the deepest token."""
     if not deepest:  # plain decoding: there are only roots, and every draw is a bonus
         emitted = torch.nn.functional.pad(draws[:, None], (0, stride - 1))
         one = torch.ones_like(draws)
         return Acceptance(one.bool(), torch.zeros_like(draws), one, draws, emitted)
-    if draws.is_cuda:
-        from adaserve.engine.gpu.accept_kernel import accept_fused
-
-        return accept_fused(t, draws, n, deepest, stride)
     tree = t["tree"]
     tokens, path = tree[0], tree[3:-1]
     right = (tokens == draws[tree[4]]).index_fill_(0, t["root"], True)
@@ -252,12 +247,8 @@ def moves(
 
     A row is a path from the root on, and no node of it was drafted where an earlier one belongs, since
     columns of the window are never smaller than depths. Entries that no node takes move the scratch slot
-    onto itself. One kernel on a GPU.
+    onto itself.
     """
-    if req_to_token.is_cuda:
-        from adaserve.engine.gpu.accept_kernel import moves_fused
-
-        return moves_fused(t, acceptance, req_to_token, n, deepest)
     room = deepest + 1
     slots = torch.full(
         (len(t["places"]), n, 2 * room), SCRATCH_SLOT, dtype=torch.int64, device=req_to_token.device
