@@ -96,7 +96,12 @@ class CpuDevice:
         return bool((verified.held_at[:, taken] == verified.positions[taken]).all())
 
     def moves(
-        self, tensors: Mapping[str, Tensor], acceptance: verify.Acceptance, table: Tensor, n: int, deepest: int
+        self,
+        tensors: Mapping[str, Tensor],
+        acceptance: verify.Acceptance,
+        table: Tensor,
+        n: int,
+        deepest: int,
     ) -> tuple[Tensor, Tensor]:
         return verify.moves(tensors, acceptance, table, n, deepest)
 

@@ -204,7 +204,12 @@ class GpuDevice:
         return verified.in_place
 
     def moves(
-        self, tensors: Mapping[str, Tensor], acceptance: verify.Acceptance, table: Tensor, n: int, deepest: int
+        self,
+        tensors: Mapping[str, Tensor],
+        acceptance: verify.Acceptance,
+        table: Tensor,
+        n: int,
+        deepest: int,
     ) -> tuple[Tensor, Tensor]:
         """One kernel on a GPU."""
         if not table.is_cuda:
