@@ -31,7 +31,10 @@ def compiled(*arguments: Any) -> Callable[[Function], Function]:
     """Compiles a function for arguments of these types."""
 
     def compile_it(function: Function) -> Function:
-        return cast(Function, njit([arguments], cache=True)(function))
+        try:
+            return cast(Function, njit([arguments], cache=True)(function))
+        except RuntimeError:  # neither this folder nor the user's cache can be written
+            return cast(Function, njit([arguments])(function))
 
     return compile_it
 

@@ -62,3 +62,7 @@ def test_model_time_of_loops_is_without_prefills() -> None:
     assert (said["iterations"], said["loops"]) == (2.0, 1.0)
     assert said["target_s"] == pytest.approx(0.02) and said["draft_s"] == pytest.approx(0.34)
     assert said["loop_s"] == pytest.approx(0.05) and said["loop_models_s"] == pytest.approx(0.05)
+    assert not said["stalls"]
+    stood_still = SimpleNamespace(total_s=0.04, since_last_s=0.09, prefilled=False, end_s=1.2)
+    times.decoded(cast(IterationOutcome, stood_still), [runs(0.01), runs(0.02)])
+    assert times.report()["stalls"] == 1.0 and times.report()["stalled_s"] == pytest.approx(0.06)

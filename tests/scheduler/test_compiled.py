@@ -1,0 +1,39 @@
+"""Compiled loops where nothing can be kept on disk, and where a caller gives them another type."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from adaserve.scheduler.compiled import INTS, compiled
+
+NOWHERE = """
+from numba.core.caching import CacheImpl
+CacheImpl._locator_classes = []
+import numpy as np
+from adaserve.scheduler.calibration import path_product
+
+assert path_product(np.array([0.5, 0.5]), np.array([2, 0])).tolist() == [0.5, 0.25]
+"""
+
+
+def test_a_host_without_a_folder_that_can_be_written() -> None:
+    ran = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_only_what_was_stated_is_taken() -> None:
+    """Nothing is compiled for another type while requests wait."""
+
+    @compiled(INTS)
+    def total(values: np.ndarray) -> int:
+        return int(values.sum())
+
+    fixed = np.arange(8)[::2]
+    fixed.flags.writeable = False
+    assert total(fixed) == 12
+    with pytest.raises(TypeError, match="No matching definition"):
+        total(np.arange(4.0))
