@@ -23,7 +23,7 @@ def check_walk(requests: int, most: int, deepest: int, device: torch.device) -> 
     sizes = np.asarray(generator.integers(0, most + 1, (requests,)))
     sizes[0] = most
     arrays = _trees(sizes, deepest, generator)
-    tree, stride = arrays["tree"], deepest + 1
+    tree, stride = arrays["tree"], deepest + 2  # trees may be less deep than they could be
     draws = np.asarray(generator.integers(0, 9, (tree.shape[1],)))
     for i in range(len(draws)):
         below = np.flatnonzero((tree[4] == i) & (tree[1] > 0))

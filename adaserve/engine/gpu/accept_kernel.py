@@ -26,13 +26,14 @@ def accept_fused(t: Mapping[str, Tensor], draws: Tensor, n: int, deepest: int, s
     """``t`` and ``draws`` are contiguous."""
     device, total = draws.device, len(draws)
     accepted = torch.empty(total, dtype=torch.bool, device=device)
-    numbers = torch.empty(3, n, dtype=torch.int64, device=device)
+    room = n + n % 2  # SGLang's kernels may be given these, and want them at multiples of 16 bytes
+    numbers = torch.empty(3, room, dtype=torch.int64, device=device)
     emitted = torch.empty(n, stride, dtype=torch.int64, device=device)
     _accept[(n,)](
-        t["tree"], t["root"], draws, accepted.view(torch.uint8), numbers, emitted, total, n, deepest, stride,
-        BLOCK, _places(stride),
+        t["tree"], t["root"], draws, accepted.view(torch.uint8), numbers, emitted, total, n, room, deepest,
+        stride, BLOCK, _places(stride),
     )  # fmt: skip
-    count, length, bonus = numbers.unbind()
+    count, length, bonus = numbers[:, :n].unbind()
     return Acceptance(accepted, count, length, bonus, emitted)
 
 
@@ -54,11 +55,11 @@ def _places(most: int) -> int:
 
 # Compiled once: uploads start anywhere.
 @triton.jit(
-    do_not_specialize=["total", "n", "deepest", "stride"],
+    do_not_specialize=["total", "n", "room", "deepest", "stride"],
     do_not_specialize_on_alignment=["tree", "root", "draws", "accepted", "numbers", "emitted"],
 )
 def _accept(  # type: ignore[no-untyped-def]
-    tree, root, draws, accepted, numbers, emitted, total, n, deepest, stride, block: tl.constexpr,
+    tree, root, draws, accepted, numbers, emitted, total, n, room, deepest, stride, block: tl.constexpr,
     places: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
@@ -83,8 +84,8 @@ def _accept(  # type: ignore[no-untyped-def]
     length = tl.sum(taken, axis=0)
     bonus = tl.sum((place == length - 1).to(tl.int64) * answer, axis=0)
     tl.store(numbers + request, (length - 1).to(tl.int64))
-    tl.store(numbers + n + request, length.to(tl.int64))
-    tl.store(numbers + 2 * n + request, bonus)
+    tl.store(numbers + room + request, length.to(tl.int64))
+    tl.store(numbers + 2 * room + request, bonus)
     tl.store(emitted + request * stride + place, answer, mask=place < stride)
 
 

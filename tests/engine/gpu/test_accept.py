@@ -40,7 +40,7 @@ bools = torch.zeros(64, dtype=torch.uint8)
 accepts, moves = [], []
 for start, size, deepest in ((0, 16, 1), (1, 1, 8)):
     some, marks = numbers[start:], bools[start:]
-    accepts.append((some, some, some, marks, some, some, size, size, deepest, 9, BLOCK, _places(9)))
+    accepts.append((some, some, some, marks, some, some, size, size, 2 * size, deepest, 9, BLOCK, _places(9)))
     rest = size, size, deepest, 16 + start, 0, BLOCK, _places(deepest)
     moves.append((some, some, some, marks, table, some, *rest))
 print(json.dumps([kinds(_accept, *accepts), kinds(_moves, *moves)]))
