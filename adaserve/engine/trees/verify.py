@@ -170,9 +170,9 @@ def _with_drafts(
             of_models.append(places[1:])
             drafted[number] = is_node
             continue
-        held, made = places[:1].copy(), np.zeros(len(depth), np.bool_)
-        made[is_node] = there[node] > 0
-        held[0, made] = (seq_lens[row[is_node]] + there[node])[made[is_node]]
+        held, made, column = places[:1].copy(), is_node.copy(), there[node]
+        made[is_node] = column > 0
+        held[0, made] = (seq_lens[row[is_node]] + column)[column > 0]
         of_models.append(held)
         drafted[number] = made
     return (places if len(of_models) == 1 else np.concatenate(of_models)), drafted

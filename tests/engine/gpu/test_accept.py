@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from tests.engine.gpu.test_layout_kernel import KINDS
 from tests.engine.gpu.test_moves import python
 
 CHECK = """
@@ -18,22 +19,8 @@ for case in ((1, 15, 5), (64, 15, 5), (5, 90, 8), (3, 1, 1), (2, 40, 20), (1, 0,
 assert accepted > 60
 """
 
-COMPILED = """
-import inspect, json, torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile, make_backend
-from triton.runtime.jit import create_function_from_signature
+COMPILED = f"""{KINDS}
 from adaserve.engine.gpu.accept_kernel import BLOCK, _accept, _moves, _places
-
-hopper = GPUTarget("cuda", 90, 32)
-
-def kinds(kernel, *cases):
-    bind = create_function_from_signature(inspect.signature(kernel.fn), kernel.params, make_backend(hopper))
-    found = [bind(*case)[1] for case in cases]
-    fixed = {name: value for name, (kind, value) in zip(kernel.arg_names, found[0]) if kind == "constexpr"}
-    signature = {name: kind for name, (kind, _) in zip(kernel.arg_names, found[0])}
-    assert compile(ASTSource(kernel, signature, fixed), hopper).asm["cubin"]
-    return found
 
 numbers, table = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
 bools = torch.zeros(64, dtype=torch.uint8)

@@ -19,14 +19,11 @@ for layout_kernel.BLOCK in (1024, 4):  # a list that one program has at once, an
 """
 
 
-COMPILED = """
+KINDS = """
 import inspect, json, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
-from adaserve.engine.gpu.attention_kernel import _attend
-from adaserve.engine.gpu.follow_kernel import _begin, _shorten
-from adaserve.engine.gpu.layout_kernel import _change, _list
 
 hopper = GPUTarget("cuda", 90, 32)
 
@@ -37,6 +34,13 @@ def kinds(kernel, *cases):
     signature = {name: kind for name, (kind, _) in zip(kernel.arg_names, found[0])}
     assert compile(ASTSource(kernel, signature, fixed), hopper).asm["cubin"]
     return found
+"""
+"""Compiles a kernel for Hopper, and says what each case would be compiled for."""
+
+COMPILED = f"""{KINDS}
+from adaserve.engine.gpu.attention_kernel import _attend
+from adaserve.engine.gpu.follow_kernel import _begin, _shorten
+from adaserve.engine.gpu.layout_kernel import _change, _list
 
 words, table, numbers = (torch.zeros(64, dtype=kind) for kind in (torch.int32, torch.int32, torch.int64))
 bools = torch.zeros(64, dtype=torch.bool)
