@@ -76,6 +76,14 @@ def check_cases(store: Store, policies: tuple[str, ...]) -> dict[str, dict[str, 
     return {c["policy"]: c for c in cases.values()}
 
 
+def swept(store: Store, given: Options) -> bool:
+    """Whether every block was measured. Where not, the test shows what was said, and how servers ended."""
+    done = sweep(given, Console())
+    for log in [] if done else sorted(store.work.rglob("*.log")):
+        print(f"-- the end of {log.name}", *log.read_text().splitlines()[-25:], sep="\n")
+    return done
+
+
 def lengths(store: Store) -> list[int]:
     """Tokens of the planned answers."""
     (schedule,) = (store.work / "schedules").iterdir()
@@ -85,7 +93,7 @@ def lengths(store: Store) -> list[int]:
 
 def test_two_policies_on_one_server(pair: Path, tmp_path: Path) -> None:
     store = Store(tmp_path / "sweep")
-    assert sweep(options(pair, store.folder, check_plain=False), Console(quiet=True))
+    assert swept(store, options(pair, store.folder, check_plain=False))
     cases = check_cases(store, ("none", "chain-2"))
     none, chain = cases["none"]["server"], cases["chain-2"]["server"]
     assert none["tokens_per_verification"] == 1.0 and none["tree_nodes"] == 0.0
@@ -105,7 +113,7 @@ def test_two_policies_on_one_server(pair: Path, tmp_path: Path) -> None:
     assert (store.folder / "attainment-load.png").exists()
 
     before = (store.folder / "cases.jsonl").read_bytes()
-    assert sweep(Options({}, out=store.folder), Console(quiet=True)), "nothing is left"
+    assert swept(store, Options({}, out=store.folder)), "nothing is left"
     assert (store.folder / "cases.jsonl").read_bytes() == before
     assert len(list(store.work.glob("server-*.log"))) == 1, "no server was started for nothing"
 
@@ -115,7 +123,7 @@ def test_a_sweep_outlives_its_server_and_is_compared_with_stock_sglang(pair: Pat
     store = Store(tmp_path / "sweep")
     killer = Killer(store)
     killer.start()
-    assert sweep(options(pair, store.folder), Console(quiet=True)), "every case ran in the end"
+    assert swept(store, options(pair, store.folder)), "every case ran in the end"
     assert killer.killed == 2, "ours, and SGLang without speculation"
     lines = [line for line in (store.folder / "cases.jsonl").read_text().splitlines() if line]
     assert len(lines) == 4 and sum('"status": "failed"' in line for line in lines) == 1
