@@ -295,6 +295,13 @@ class Policy(Protocol):
         """Decides which candidates are verified."""
         ...
 
+    def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:
+        """Optional for a driver that has to wait for the candidates: what makes ``select`` faster.
+
+        ``like``: those of another iteration of the same requests, to go through a selection with; nothing
+        is learned of them. Code and data that have left the processor's caches are back by then."""
+        ...
+
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Optional for a driver: asked after draft step ``step`` (1-based) while step < plan.draft.depth.
 

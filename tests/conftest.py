@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.own_cache import own_cache
 from tests.side_by_side import SHARED, ByServers, share_of
@@ -28,8 +28,10 @@ os.environ["XDG_CACHE_HOME"] = own_cache(_cache)
 
 # The same examples in every run, so that a change is judged by what it changes. To look for new ones:
 # ``HYPOTHESIS_PROFILE=explore python -m pytest tests/scheduler``.
-settings.register_profile("steady", derandomize=True, deadline=None)
-settings.register_profile("explore", deadline=None, max_examples=2000)
+# How slowly examples are made says how busy the machine is.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("steady", unhurried, derandomize=True)
+settings.register_profile("explore", unhurried, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 

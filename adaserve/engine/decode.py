@@ -15,6 +15,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from adaserve.engine import logprobs, sampling
 from adaserve.engine.agree import Agreement
 from adaserve.engine.device import Device, Mark, Run
+from adaserve.engine.dry_run import dry_run
 from adaserve.engine.early import EarlyDraft, TakenDraft
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
@@ -69,6 +70,7 @@ class DecodeLoop:
         self._penalties = Penalties()
         self._arriving: Iteration | None = None  # whose tokens requests and sources don't know yet
         self._unobserved: Iteration | None = None  # whose outcome the policy doesn't know yet
+        self._last: Iteration | None = None
         self._early: EarlyDraft | None = None  # of the next iteration
         self._leaving: list[str] = []  # finished requests that an unobserved iteration still knows
         self._take_runs()  # the measurements'
@@ -93,6 +95,8 @@ class DecodeLoop:
         drafts = self._draft(plan, rows) if early is None else [early.drafting]
         drafted = self.device.mark()
         self._observe()  # the last iteration, if that is known, while the device drafts
+        if drafts:
+            dry_run(self.device, policy, plan, self._last)
         proposal, allowed = merge([*(d.read() for d in drafts), *offers], len(rows)), None
         if rows.grammars is not None:
             proposal, allowed = rows.grammars.constrain(proposal)
@@ -120,8 +124,8 @@ class DecodeLoop:
             verified.tokens[:] = rows.roots
         if early is not None:
             runs = [before + now for before, now in zip(early.runs, runs, strict=True)]
-        self._arriving = self._unobserved = Iteration(
-            rows, policy, plan, proposal, selection, verified, start_s, behind, marks, runs, outcome
+        self._arriving = self._unobserved = self._last = Iteration(
+            rows, policy, plan, drafts, proposal, selection, verified, start_s, behind, marks, runs, outcome
         )
         if self.overlaps:
             self._draft_early(self._arriving, tensors, acceptance)

@@ -143,6 +143,10 @@ class ModelForward(Drafter, Protocol):
         """Opaque states of the T tokens, whose KV is written."""
         ...
 
+    def fill(self, batch: TreeBatch) -> None:
+        """What ``run`` does before it queues the forward; the next ``run`` does it again."""
+        ...
+
     def logits(self, states: Any) -> Tensor:
         """fp32 [T, vocab], which the caller may change."""
         ...
@@ -195,6 +199,10 @@ class Device(Protocol):
     @property
     def least_gain(self) -> float:
         """`priced` drafts only for at least this much gain: trees cost more than the latency model says."""
+        ...
+
+    def is_busy(self) -> bool:
+        """Whether it works on what was queued, so that the host has time."""
         ...
 
     def mark(self) -> Mark:

@@ -9,6 +9,7 @@ import numpy as np
 
 from adaserve.engine.device import HostCopy, Mark, Run
 from adaserve.engine.sources.forced import FORCED
+from adaserve.engine.sources.source import Drafting
 from adaserve.engine.sources.suffix import SUFFIX
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.proposal import Proposal
@@ -44,6 +45,7 @@ class Iteration:
     rows: DecodeRows
     policy: Policy  # that planned it
     plan: IterationPlan
+    drafts: Sequence[Drafting]
     proposal: Proposal
     selection: Selection
     verified: VerifyBatch

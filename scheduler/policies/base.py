@@ -164,6 +164,11 @@ class BasePolicy:
         """Keeps every usable candidate; the globally best ones if the budget binds."""
         return best_anywhere(trees, path_probability(trees), plan.budget, plan.cap)
 
+    def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:
+        """A selection that is dropped."""
+        if like is not None:
+            self.select(plan, like)
+
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Whether another draft step pays; the published rules fix the depth beforehand."""
         return True

@@ -66,15 +66,9 @@ class PricedPolicy(BasePolicy):
         self._latest: tuple[RunningBatch, Regime] | None = None
         self._weight: FloatArray = np.ones(0)
         self._bought: dict[int, tuple[FloatArray, Priced]] = {}  # f, by iteration, until observed
-        self._planned: IterationPlan | None = None  # the last plan, until candidates are selected
         self._prepared: tuple[IterationPlan, FloatArray] | None = None  # its seconds by verified nodes
         self._weighed: tuple[str, ...] = ()
         self._potential = RequestTable(1)  # moving average of 1 + sum f on the best chain; 0 = not known
-
-    def plan(self, running: RunningBatch, now_s: float) -> IterationPlan:
-        """Also remembers it, for ``_prepare``."""
-        self._planned = super().plan(running, now_s)
-        return self._planned
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
@@ -260,12 +254,9 @@ class PricedPolicy(BasePolicy):
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """What ``scheduler/pricing.py`` buys of the calibrated candidates."""
-        self._planned = None
-        n, weight = len(plan.running), plan.weight
+        weight, n = plan.weight, len(plan.running)
         assert weight is not None
-        seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
-        f = self.values(plan, trees)
-        priced = price_nodes(trees, f, weight, seconds)
+        seconds, f, priced = self._buy(plan, trees)
         if trees.n_nodes:
             while len(self._bought) > 1:  # under overlap two iterations are not observed yet
                 del self._bought[next(iter(self._bought))]
@@ -283,8 +274,24 @@ class PricedPolicy(BasePolicy):
             return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1, possible))
         return priced.selection
 
+    def _buy(self, plan: IterationPlan, trees: CandidateTrees) -> tuple[FloatArray, FloatArray, Priced]:
+        """Seconds by verified nodes, what nodes are worth by themselves [m], and what is bought."""
+        assert plan.weight is not None
+        most = max(0, min(plan.budget - len(plan.running), trees.n_nodes))
+        seconds, f = self.seconds(plan, trees, most), self.values(plan, trees)
+        return seconds, f, price_nodes(trees, f, plan.weight, seconds)
+
+    def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:
+        """Also works out what the next ``select`` needs, apart from candidates."""
+        running = plan.running
+        self._prepared = plan, self._seconds(plan, plan.draft.depth, plan.budget - len(running))
+        if self.config.calibrate:
+            self.calibrator.batch_factors(running.rids, running.slo_class)
+        if like is not None:
+            self._buy(plan, like)
+
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
-        """From ``_prepare``, where nothing has changed since."""
+        """From ``prepare``, where that was for the same."""
         if self._prepared is not None and self._prepared[0] is plan and trees.draft_steps == plan.draft.depth:
             return self._prepared[1][: most + 1]
         return super().seconds(plan, trees, most)
@@ -299,17 +306,6 @@ class PricedPolicy(BasePolicy):
             seconds -= self.costs.verify_s(n + chunk, context) - self.costs.verify_s(n, context)
         return seconds
 
-    def _prepare(self) -> None:
-        """Works out what the next ``select`` needs, apart from candidates. Under overlap an iteration is
-        observed while a device drafts for the next one, which then waits for ``select``."""
-        plan = self._planned
-        if plan is None:
-            return
-        running = plan.running
-        self._prepared = plan, self._seconds(plan, plan.draft.depth, plan.budget - len(running))
-        if self.config.calibrate:
-            self.calibrator.batch_factors(running.rids, running.slo_class)
-
     def observe(self, outcome: IterationOutcome) -> None:
         """Also learns how iterations usually go: period, tokens per request, kept nodes per level."""
         super().observe(outcome)
@@ -323,7 +319,6 @@ class PricedPolicy(BasePolicy):
         if outcome.cycle_s > 0:
             self._period_s.add(outcome.cycle_s)
         self._pace.add(float(outcome.new_tokens.mean()))
-        self._prepare()
 
     def enough_to_learn(self, iterations: int, n: int) -> bool:
         """Small batches collect more, but a single request may be finished after thirty iterations."""

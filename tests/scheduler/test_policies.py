@@ -75,6 +75,37 @@ def test_a_short_phase_of_faster_single_tokens_does_not_move_the_budget(monkeypa
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_learned_of_a_selection_that_is_dropped(name):
+    """Under overlap: a policy that goes through one before each selection does what another one does."""
+    latency = LatencyModel(ForwardCost(1e-3), ForwardCost(7e-3, per_token_s=3e-5, per_context_s=1e-8))
+    plain, prepared = (build_policy(name, PolicyConfig(latency=latency, d_max=5)) for _ in range(2))
+    like, kept, pending = CandidateTrees.empty(8), 0, []
+    for i in range(80):
+        caps = 16 if i % 3 else [0, 1, 2, 3, 16, 16, 16, 16]
+        batch, told = running(8, max_depth=caps, decoded_tokens=10 + i), list(pending)
+        plan, same = (policy.plan(batch, 1.0 + 0.02 * i) for policy in (plain, prepared))
+        assert (plan.draft.depth, plan.draft.width, plan.budget) == (
+            same.draft.depth,
+            same.draft.width,
+            same.budget,
+        )
+        trees = drafted(plan, i)
+        for policy, last in zip((plain, prepared), told, strict=False):
+            policy.observe(last)
+        prepared.prepare(same, like)
+        selection, again = plain.select(plan, trees), prepared.select(same, trees)
+        assert selection.keep.tolist() == again.keep.tolist()
+        times = {"draft_s": 1e-3 * (1 + i % 3), "verify_s": 7e-3 * (1 + i % 2)}
+        good = selection.keep & (trees.depth <= i % 4)
+        pending = [outcome(p, trees, s, good, **times) for p, s in ((plan, selection), (same, again))]
+        like, kept = trees, kept + selection.keep.sum()
+    assert kept or name == "none"
+    if isinstance(plain, PricedPolicy) and isinstance(prepared, PricedPolicy):
+        rates = [policy._regime(plan.running).rate.value for policy in (plain, prepared)]
+        assert rates[0] == rates[1] > 0, "what a second is worth"
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_strange_slos_and_clocks_give_a_defined_result(name):
     policy = build_policy(name)
     slos = np.array([0.0, math.inf, 1e-9, 0.05])
@@ -344,7 +375,7 @@ class TestPriced:
         assert policy.plan(running(8, tpot_slo_s=math.inf), 1.0).draft.depth >= 4
 
     def test_what_costs_say_is_worked_out_while_a_device_drafts(self, monkeypatch):
-        """Under overlap: an iteration is observed between the next one's plan and its selection."""
+        """Under overlap, where an iteration is observed between the next one's plan and its selection."""
         latency = LatencyModel(ForwardCost(1e-3), ForwardCost(7e-3, per_token_s=3e-5, per_context_s=1e-8))
         policy = build_policy("priced", PolicyConfig(latency=latency, d_max=5))
         assert isinstance(policy, PricedPolicy)
@@ -355,6 +386,7 @@ class TestPriced:
             with monkeypatch.context() as patch:
                 if pending is not None:
                     policy.observe(pending)
+                    policy.prepare(plan, None)
                     most = plan.budget - 8
                     told = policy.seconds(plan, trees, most)
                     assert told.tolist() == policy._seconds(plan, plan.draft.depth, most).tolist()

@@ -69,6 +69,10 @@ class CpuDevice:
             medusa = medusa_forward(target, Path(config.medusa), stored)
         return cls(cpu_forward(target), *map(draft_forward, drafts), medusa=medusa)
 
+    def is_busy(self) -> bool:
+        """What was queued is done."""
+        return False
+
     def mark(self) -> HostMark:
         return HostMark()
 

@@ -78,6 +78,9 @@ class CpuForward:
         """How the weights are stored; "sglang" where SGLang's own forward runs."""
         return self.model.model.storage if isinstance(self.model, LeanForward) else "sglang"
 
+    def fill(self, batch: TreeBatch) -> None:
+        """Nothing: it is not called where nothing is waited for."""
+
     def run(self, batch: TreeBatch) -> Tensor:
         plan = attention_plan(self._req_to_token, batch)
         return self._hidden(self._inputs(batch, plan, self._before(batch)))

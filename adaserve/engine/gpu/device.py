@@ -22,6 +22,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import HEADS
 from adaserve.engine.clock import mark
 from adaserve.engine.device import Drafter, Mark
+from adaserve.engine.events import stream_of
 from adaserve.engine.filters import Filter, by_sort, checked
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel
@@ -170,6 +171,9 @@ class GpuDevice:
     @property
     def drafters(self) -> Sequence[GpuForward | GpuMedusa]:
         return self.drafts if self.medusa is None else (*self.drafts, self.medusa)
+
+    def is_busy(self) -> bool:
+        return self.device.type == "cuda" and not stream_of(self.device).query()
 
     def mark(self) -> Mark:
         return mark(self.device)

@@ -97,9 +97,10 @@ class GpuForward:
         q_lens[:n], q_lens[n], kv_lens[:n] = batch.q_lens, key.tokens - len(batch), batch.kv_lens
         return key, Extent(q_lens, kv_lens)
 
-    def _pack(self, batch: TreeBatch, extent: Extent, to: Packed) -> None:
-        """The tokens, padded, where their keys are and what they see of these."""
-        parts, to.lists[:] = self.parts, slot_lists(extent, batch.pool_rows, batch.gap)
+    def _packed(self, prepared: _Prepared, extent: Extent, batch: TreeBatch) -> dict[str, np.ndarray]:
+        """The tokens, padded, where their keys are and what they see of these; and the kernel's starts."""
+        parts, to = self.parts, prepared.packed
+        to.lists[:] = slot_lists(extent, batch.pool_rows, batch.gap)
         _pack(
             (batch.tokens, batch.positions, batch.pool_rows, batch.places, batch.q_lens, batch.kv_lens),
             seen_by(batch),
@@ -109,11 +110,18 @@ class GpuForward:
             to.of_tokens,
             to.seen[0],
         )
+        return {"inputs": prepared.inputs, "starts": prepared.kernel.plan(extent)}
 
     def run(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] and their argmax int64 [T], valid until the next forward."""
         logits, best = self._queue(batch)
         return logits[: len(batch)], best[: len(batch)]
+
+    def fill(self, batch: TreeBatch) -> None:
+        key, extent = self._layout(batch)
+        if key in self._prepared and self.follows:  # else FlashInfer would plan it
+            prepared = self._prepared[key]
+            prepared.static.put(self._packed(prepared, extent, batch), self.device)
 
     def _queue(self, batch: TreeBatch) -> Any:
         """What ``_forward`` gives, padding included."""
@@ -177,9 +185,8 @@ class GpuForward:
     def _replay(self, key: Key, extent: Extent, batch: TreeBatch) -> Any:
         self.parts.buffers.require(extent)
         prepared = self._prepared.get(key) or self._prepare(key)
-        kernel, inputs = prepared.kernel, prepared.inputs
-        self._pack(batch, extent, prepared.packed)
-        there = prepared.static.put({"inputs": inputs, "starts": kernel.plan(extent)}, self.device)
+        kernel, packed = prepared.kernel, self._packed(prepared, extent, batch)
+        there = prepared.static.put(packed, self.device)
 
         def forward() -> Any:
             kernel.take(there["starts"])
