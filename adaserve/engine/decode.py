@@ -93,7 +93,7 @@ class DecodeLoop:
             rows = replace(rows, running=replace(rows.running, underway=NO_DRAFT))
         plan = self._plan(rows, start_s)
         drafts = self._draft(plan, rows) if early is None else [early.drafting]
-        drafted = self.device.mark()
+        drafted, draft_runs = self.device.mark(), self._take_runs() if early is None else early.runs
         self._observe()  # the last iteration, if that is known, while the device drafts
         if drafts:
             dry_run(self.device, policy, plan, self._last)
@@ -113,7 +113,7 @@ class DecodeLoop:
         first_level = drafts[0].first_level if len(drafts) == 1 else None
         spans = (start, drafted, drafted) if early is None else (*early.span, start)
         runs = self._take_runs()
-        verifying = runs[0][-1][0]  # of the target's forwards the last one; a mark of its own would cost time
+        verifying = runs[0][0][0]  # where the target's forward begins; a mark of its own would cost time
         marks = Marks(*spans, verifying, self.device.mark(), caught_up, first_level)
         outcome = self.device.get(
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
@@ -122,8 +122,7 @@ class DecodeLoop:
         if drawn is not None:
             self.settle()
             verified.tokens[:] = rows.roots
-        if early is not None:
-            runs = [before + now for before, now in zip(early.runs, runs, strict=True)]
+        runs = [before + now for before, now in zip(draft_runs, runs, strict=True)]
         self._arriving = self._unobserved = self._last = Iteration(
             rows, policy, plan, drafts, proposal, selection, verified, start_s, behind, marks, runs, outcome
         )

@@ -201,8 +201,12 @@ class Run:
             assert (outcome.new_tokens - 1 == np.where(filled, per_row, 0)).all()
             assert outcome.selection.counts.sum() == outcome.selection.keep.sum()
             assert outcome.total_s >= outcome.verify_s > 0 and outcome.since_last_s >= 0
-        spent = sum(o.total_s for o in self.outcomes)
-        assert 0 < self.loop.times.report()["target_s"] < spent, "models were timed with what is around them"
+        spent, target_s = sum(o.total_s for o in self.outcomes), self.loop.times.report()["target_s"]
+        assert 0 < target_s < spent, "models were timed with what is around them"
+        verified_s = sum(o.verify_s for o in self.outcomes)
+        assert isinstance(self.loop.sources[0], SelfSource) or target_s <= verified_s + 1e-9, (
+            "a forward began before its verification"
+        )
 
 
 POLICIES = ["adaserve", "priced", "chain-3", "equal-greedy", "fixed-tree", "none", "turbospec"]
