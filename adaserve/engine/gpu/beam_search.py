@@ -221,6 +221,7 @@ class BeamSearches:
             step.slots.flatten(),
             wanted,
             None if before is None else before.flatten(0, 1),
+            parts.logits.rows(rows * q),
         )
         kernel, _ = prepared.kernels[q]
         with kernel.hiding(step.ends, step.seen):

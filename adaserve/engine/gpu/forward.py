@@ -85,7 +85,6 @@ class GpuForward:
         self._prepared: dict[Key, _Prepared] = {}
         self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end
         self._runs: list[Run] = []
-        self._logits: Tensor | None = None  # of all graphs: 16 sizes with 128k tokens would take a gigabyte
 
     # -- one forward --------------------------------------------------------------------------
 
@@ -213,8 +212,11 @@ class GpuForward:
     def _forward(self, key: Key, kernel: TreeKernel, packed: Packed) -> Any:
         """Logits and their argmax, of all tokens of the padded size."""
         slots = self.parts.slots(packed.pool_rows, packed.places)
-        inputs = Inputs(packed.tokens, packed.positions, slots)
-        logits = self._shared(key, self._call(key, kernel, packed, inputs).logits)
+        room = self.parts.logits.rows(key.tokens) if key in self.sizes.captured else None
+        inputs = Inputs(packed.tokens, packed.positions, slots, room=room)
+        logits = self._call(key, kernel, packed, inputs).logits
+        if room is not None:
+            logits = self.parts.logits.keep(logits)
         return logits, logits.argmax(dim=-1)
 
     def _call(self, key: Key, kernel: TreeKernel, packed: Packed, inputs: Inputs) -> Output:
@@ -222,12 +224,3 @@ class GpuForward:
         list_slots(self.parts.req_to_token, packed.lists, buffers.kv_indices)
         with kernel.hiding(packed.ends[None], packed.seen):
             return self.parts.call(inputs, key.rows, kernel)
-
-    def _shared(self, key: Key, logits: Tensor) -> Tensor:
-        """Logits of a graph in a buffer that all graphs share; those of eager forwards as they are."""
-        if key not in self.sizes.captured:
-            return logits
-        if self._logits is None:  # before the first capture: graphs are made after a warm-up
-            most = max(k.tokens for k in self.sizes.captured if isinstance(k, Key))
-            self._logits = torch.empty(most, logits.shape[1], dtype=logits.dtype, device=self.device)
-        return self._logits[: key.tokens].copy_(logits)

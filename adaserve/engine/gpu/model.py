@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,31 @@ class Inputs:
     slots: Tensor  # int64 [T]: where their KV goes
     wanted: slice = field(default_factory=partial(slice, None))  # tokens whose logits are needed
     before: Tensor | None = None  # [T, H]: what a head is given besides, hidden states of the tokens before
+    room: Tensor | None = None  # fp32 [T, vocab]: where a model may leave the logits of all tokens
+
+
+class LogitsRoom:
+    """Where a model's forwards leave their logits, one after the other: if each graph had a place of its own,
+    16 sizes with 128k tokens would take a gigabyte."""
+
+    def __init__(self, most: int, words: int, device: torch.device) -> None:
+        self._shape, self._device = (most, words), device
+        self._rows: Tensor | None = None
+
+    def rows(self, tokens: int) -> Tensor | None:
+        """fp32 [tokens, words]; None where there is no room for so many."""
+        if tokens > self._shape[0]:
+            return None
+        if self._rows is None:
+            self._rows = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+        return self._rows[:tokens]
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """``logits`` [T, vocab] in there, where a model has not left them there, or has not as many words."""
+        rows = self.rows(len(logits))
+        if rows is None or rows.shape != logits.shape or rows.data_ptr() == logits.data_ptr():
+            return logits
+        return rows.copy_(logits)
 
 
 @dataclass(frozen=True)
@@ -88,6 +113,7 @@ class SGLangCall:
             spec_info=spec_info,
             spec_algorithm=runner.spec_algorithm,
             capture_hidden_mode=CaptureHiddenMode.NULL,
+            next_token_logits_buffer=inputs.room,
             return_hidden_states_before_norm=False,
         )
         self._backend.kernel = kernel
@@ -128,6 +154,14 @@ class Parts:
     @property
     def device(self) -> torch.device:
         return self.buffers.mask.device
+
+    @cached_property
+    def logits(self) -> LogitsRoom:
+        """With room for what has a graph."""
+        of_search, captured = max(self.first, self.sizes.width), self.sizes.captured
+        most = [k.tokens if isinstance(k, Key) else k.rows * of_search for k in captured]
+        words = self.last_token + 1 if self.words is None else len(self.words)
+        return LogitsRoom(max(most, default=0), words, self.device)
 
     def slots(self, pool_rows: Tensor, places: Tensor) -> Tensor:
         """int64: where the KV of tokens goes; places below 0 are padding's."""
