@@ -117,7 +117,7 @@ def bench_sweep(
     budget: Annotated[int | None, _server("Most tokens per verification.", show_default="measured")] = None,
     baseline_ms: Annotated[
         float | None,
-        _server("Milliseconds per token of the idle server.", min=0.001, show_default="measured"),
+        _server("Milliseconds per token of the idle server.", min=0.1, show_default="measured"),
     ] = None,
     capacity: Annotated[
         float | None, _server("Requests per second of load 1.", min=0.001, show_default="measured")

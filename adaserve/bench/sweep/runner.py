@@ -30,6 +30,7 @@ from adaserve.bench.sweep.tuning import setting_of
 from adaserve.host import describe_host
 from adaserve.loadgen.results import command_line
 from adaserve.server import ServerProcess, ServerSpec
+from adaserve.slo.classes import TPOT_RANGE_MS
 from adaserve.slo.metrics import RequestRecord
 
 ATTEMPTS = 3
@@ -172,7 +173,7 @@ class Sweep:
                 description=f"measuring baseline and capacity, round {k + 1} of {servers.SET_UP_ROUNDS}",
             )
             server.drain()
-            singles_ms.append(self.baseline_ms or round(servers.unloaded(server, texts), 4))
+            singles_ms.append(self.baseline_ms or round(_plausible_ms(servers.unloaded(server, texts)), 4))
             head["baseline_ms"] = statistics.median(singles_ms)
             head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
             if not k:
@@ -304,6 +305,16 @@ class Sweep:
 
     def _say(self, text: str) -> None:
         self.bar.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _plausible_ms(baseline_ms: float) -> float:
+    """A baseline that SLOs can be multiples of. Raises SweepError for one that nobody could ask for."""
+    if baseline_ms < TPOT_RANGE_MS[0]:
+        raise SweepError(
+            f"a token of a single request took {baseline_ms:.3f} ms: other programs keep this client from "
+            "reading tokens as they come. Wait until the host is quiet, or give the baseline with --baseline-ms"
+        )
+    return baseline_ms
 
 
 def _one_line(line: dict[str, Any], left_s: float) -> str:

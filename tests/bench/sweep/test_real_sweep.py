@@ -59,6 +59,7 @@ def options(pair: Path, out: Path, **given: Any) -> Options:
             "draft": str(pair / "noisy"),
             "extra": ["--max-total-tokens", "8192"],  # a model this small would get millions of KV slots
         },
+        baseline_ms=5.0,  # a busy client reads many of a small model's tokens at once, and would find 0.02
         capacity_rps=20.0,
         attempts=1,
         out=out,

@@ -228,6 +228,18 @@ def test_what_is_measured_before_the_blocks(world: World, monkeypatch: pytest.Mo
     assert "4.00 requests/s (2.00 to 5.00 while it was measured)" in page
 
 
+def test_a_client_that_reads_too_late_measures_no_baseline(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets all tokens at once. Servers refuse SLOs that are multiples of that, in every block."""
+    world.store = Store(world.store.folder.parent / "new")
+    monkeypatch.setattr(runner.servers, "unloaded", lambda *_: 0.0168)
+    monkeypatch.setattr(runner, "host_load", lambda: {"busy": 0.9, "load1": 8.0})
+    with pytest.raises(SweepError, match=r"0\.017 ms: other programs .* --baseline-ms"):
+        world.sweep()
+    assert not world.ran
+
+
 def test_a_sweep_keeps_its_baseline_and_capacity(world: World) -> None:
     head = world.store.head()
     same = {"baseline_ms": head["baseline_ms"], "capacity_rps": head["capacity_rps"]}
