@@ -312,7 +312,7 @@ def _plausible_ms(baseline_ms: float) -> float:
     if baseline_ms < TPOT_RANGE_MS[0]:
         raise SweepError(
             f"a token of a single request took {baseline_ms:.3f} ms: other programs keep this client from "
-            "reading tokens as they come. Wait until the host is quiet, or give the baseline with --baseline-ms"
+            "reading tokens as they come. Wait for a quiet host, or give the baseline with --baseline-ms"
         )
     return baseline_ms
 
