@@ -70,7 +70,7 @@ class DecodeLoop:
         self._penalties = Penalties()
         self._arriving: Iteration | None = None  # whose tokens requests and sources don't know yet
         self._unobserved: Iteration | None = None  # whose outcome the policy doesn't know yet
-        self._last: Iteration | None = None
+        self._last: Iteration | None = None  # what the next one's dry run goes through
         self._early: EarlyDraft | None = None  # of the next iteration
         self._leaving: list[str] = []  # finished requests that an unobserved iteration still knows
         self._take_runs()  # the measurements'
@@ -93,7 +93,8 @@ class DecodeLoop:
             rows = replace(rows, running=replace(rows.running, underway=NO_DRAFT))
         plan = self._plan(rows, start_s)
         drafts = self._draft(plan, rows) if early is None else [early.drafting]
-        drafted, draft_runs = self.device.mark(), self._take_runs() if early is None else early.runs
+        drafted = self.device.mark()
+        draft_runs = self._take_runs() if early is None else early.runs
         self._observe()  # the last iteration, if that is known, while the device drafts
         if drafts:
             dry_run(self.device, policy, plan, self._last)

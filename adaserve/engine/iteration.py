@@ -45,7 +45,7 @@ class Iteration:
     rows: DecodeRows
     policy: Policy  # that planned it
     plan: IterationPlan
-    drafts: Sequence[Drafting]
+    drafts: Sequence[Drafting]  # that the proposal was read from
     proposal: Proposal
     selection: Selection
     verified: VerifyBatch

@@ -99,15 +99,7 @@ class CpuDevice:
         taken = acceptance.accepted.numpy()
         return bool((verified.held_at[:, taken] == verified.positions[taken]).all())
 
-    def moves(
-        self,
-        tensors: Mapping[str, Tensor],
-        acceptance: verify.Acceptance,
-        table: Tensor,
-        n: int,
-        deepest: int,
-    ) -> tuple[Tensor, Tensor]:
-        return verify.moves(tensors, acceptance, table, n, deepest)
+    moves = staticmethod(verify.moves)
 
     def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
         moved = target != source

@@ -79,7 +79,7 @@ class CpuForward:
         return self.model.model.storage if isinstance(self.model, LeanForward) else "sglang"
 
     def fill(self, batch: TreeBatch) -> None:
-        """Nothing: it is not called where nothing is waited for."""
+        """Never called: no call of this device leaves anything to wait for."""
 
     def run(self, batch: TreeBatch) -> Tensor:
         plan = attention_plan(self._req_to_token, batch)

@@ -212,11 +212,9 @@ class GpuForward:
     def _forward(self, key: Key, kernel: TreeKernel, packed: Packed) -> Any:
         """Logits and their argmax, of all tokens of the padded size."""
         slots = self.parts.slots(packed.pool_rows, packed.places)
-        room = self.parts.logits.rows(key.tokens) if key in self.sizes.captured else None
-        inputs = Inputs(packed.tokens, packed.positions, slots, room=room)
-        logits = self._call(key, kernel, packed, inputs).logits
-        if room is not None:
-            logits = self.parts.logits.keep(logits)
+        kept = self.parts.logits
+        inputs = Inputs(packed.tokens, packed.positions, slots, room=kept.rows(key.tokens))
+        logits = kept.keep(self._call(key, kernel, packed, inputs).logits)
         return logits, logits.argmax(dim=-1)
 
     def _call(self, key: Key, kernel: TreeKernel, packed: Packed, inputs: Inputs) -> Output:

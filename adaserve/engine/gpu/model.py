@@ -56,7 +56,8 @@ class LogitsRoom:
         return self._rows[:tokens]
 
     def keep(self, logits: Tensor) -> Tensor:
-        """``logits`` [T, vocab] in there, where a model has not left them there, or has not as many words."""
+        """``logits`` [T, vocab] in there, where the model may have left them. Without room for them, as they
+        are."""
         rows = self.rows(len(logits))
         if rows is None or rows.shape != logits.shape or rows.data_ptr() == logits.data_ptr():
             return logits
