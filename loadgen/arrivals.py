@@ -22,7 +22,8 @@ class Arrivals(Setting):
     """How requests arrive. Rates are requests per second.
 
     poisson   exponential gaps with mean 1 / rps
-    gamma     gamma gaps with coefficient of variation ``cv`` (1 = Poisson, above = bursts)
+    gamma     gamma gaps with coefficient of variation ``cv`` (1 = Poisson, above = bursts): the option
+              ``--burstiness`` is the distribution's shape, 1 / cv^2
     constant  equal gaps
     ramp      Poisson with a rate that goes linearly from ``rps`` to ``to_rps`` over the run
     peak      Poisson with rate ``rps``, rising to ``to_rps`` at ``at`` (share of the run) in a bell

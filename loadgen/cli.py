@@ -44,7 +44,7 @@ def bench_serve(
     ] = None,
     rps: Annotated[Number, _load("Requests per second.", show_default="1")] = None,
     burstiness: Annotated[
-        Number, _load("Variation of the gaps between requests: 1 = Poisson, more = bursts.", show_default="1")
+        Number, _load("As in vLLM: 1 = Poisson, less = bursts, more = even gaps.", show_default="1")
     ] = None,
     duration: Annotated[Number, _load("Seconds during which requests arrive.", show_default="60")] = None,
     trace: Annotated[Text, _load("Trace: JSONL, Azure, BurstGPT, Mooncake or AdaServe file.")] = None,
@@ -121,7 +121,7 @@ def bench_serve(
         settings,
         trace,
         {"start_s": start, "target_rps": target_rps, "time_scale": time_scale},
-        {"rps": rps, "cv": burstiness, "kind": "gamma" if burstiness is not None else None},
+        options.arrivals(rps, burstiness),
     )
     settings = options.with_classes(settings, mix, slo or [])
     settings = options.with_tokens(settings, output_tokens, temperature)

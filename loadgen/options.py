@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec
 from adaserve.loadgen.errors import LoadgenError
+
+_BURSTINESS = 1e-4, 1e4
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,6 +23,17 @@ def with_server(config: BenchConfig, values: Mapping[str, Any], api_key: str | N
     if api_key:
         changes["headers"] = {**config.server.headers, "Authorization": f"Bearer {api_key}"}
     return config.changed(server=config.server.changed(**changes))
+
+
+def arrivals(rps: float | None, burstiness: float | None) -> dict[str, Any]:
+    """``burstiness`` is vLLM's: the shape of a gamma distribution of gaps, below 1 for bursts. Raises
+    LoadgenError."""
+    if burstiness is None:
+        return {"rps": rps}
+    if not _BURSTINESS[0] <= burstiness <= _BURSTINESS[1]:
+        low, high = _BURSTINESS
+        raise LoadgenError(f"--burstiness must lie between {low:g} and {high:g}, not {burstiness:g}")
+    return {"rps": rps, "kind": "gamma", "cv": 1.0 / math.sqrt(burstiness)}
 
 
 def with_load(

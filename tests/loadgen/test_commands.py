@@ -436,7 +436,7 @@ def test_help_names_the_defaults() -> None:
     mix = ", ".join(f"{c.share:.0%} {name}" for name, c in config.classes.items())
     expected = {
         "url": config.server.url, "api": config.server.api, "slo_headers": config.server.slo_headers,
-        "rps": f"{config.arrivals.rps:g}", "burstiness": f"{config.arrivals.cv:g}", "mix": mix,
+        "rps": f"{config.arrivals.rps:g}", "burstiness": f"{config.arrivals.cv**-2:g}", "mix": mix,
         "duration": f"{config.duration_s:g}", "seed": f"{config.seed}", "warmup": f"{config.warmup_s:g}",
     }  # fmt: skip
     assert {name: told[name] for name in expected} == expected

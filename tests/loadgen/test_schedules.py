@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from adaserve.loadgen import options
 from adaserve.loadgen.arrivals import Arrivals, arrival_times
 from adaserve.loadgen.config import (
     BenchConfig,
@@ -42,6 +43,17 @@ def test_gamma_is_bursty() -> None:
     gaps = np.diff(arrival_times(Arrivals(kind="gamma", rps=50.0, cv=3.0), 2000.0, rng()))
     assert gaps.mean() == pytest.approx(0.02, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(3.0, rel=0.1)
+
+
+def test_burstiness_means_what_it_does_in_vllm() -> None:
+    """There gaps are ``gamma(shape=burstiness, scale=mean / burstiness)``: below 1 is burstier."""
+    for burstiness in (0.25, 4.0):
+        given = options.arrivals(50.0, burstiness)
+        gaps = np.diff(arrival_times(Arrivals(**given), 2000.0, rng()))
+        same = rng(2).gamma(burstiness, 0.02 / burstiness, 100_000)
+        assert gaps.mean() == pytest.approx(same.mean(), rel=0.05)
+        assert gaps.std() == pytest.approx(same.std(), rel=0.05)
+    assert options.arrivals(50.0, None) == {"rps": 50.0}, "without it, the kind stays as it is"
 
 
 def test_peak_is_where_it_was_asked() -> None:

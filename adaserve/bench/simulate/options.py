@@ -12,7 +12,10 @@ from adaserve.commands import new_file
 TRAFFIC, HARDWARE, PREFILLS, FLEET, OUTPUT = "Traffic", "Hardware", "Prefills", "Fleet", "Output"
 """Groups of options."""
 
-TRACE = "Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second."
+TRACE = (
+    "Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second. BURST is the squared "
+    "coefficient of variation of their gaps: 1 = Poisson, more = bursts."
+)
 """Help of an option for traces."""
 
 OneTrace = Annotated[str, typer.Option(metavar="TRACE", help=TRACE)]

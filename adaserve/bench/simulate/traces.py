@@ -12,7 +12,8 @@ from adaserve.slo.trace_formats import read_trace
 
 
 def read_workload(spec: str, seed: int) -> Trace:
-    """A trace file, or ``synthetic:N:RPS[:BURST]``. Rows without a class or SLO get the paper's mix."""
+    """A trace file, or ``synthetic:N:RPS[:BURST]`` (BURST: squared coefficient of variation of gaps). Rows
+    without a class or SLO get the paper's mix."""
     if spec.startswith("synthetic:"):
         requests, *rates = _numbers(spec)
         return synthetic_trace(int(requests), rates[0], seed, PAPER_MIX, *rates[1:])
