@@ -234,6 +234,13 @@ def class_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
+def _counts(c: Mapping[str, Any]) -> str:
+    if not c["failed"]:
+        return f"{c['requests']}"
+    unsent = f",\n{c['never_sent']} never sent" if c.get("never_sent") else ""
+    return f"{c['requests']} ({c['failed']} failed{unsent})"
+
+
 def class_cells(c: Mapping[str, Any]) -> list[str]:
     """The cells of ``COLUMNS`` for one class of a summary, or for all of it."""
 
@@ -242,7 +249,7 @@ def class_cells(c: Mapping[str, Any]) -> list[str]:
 
     slo = c["slo_tpot_ms"]
     return [
-        f"{c['requests']}" + (f" ({c['failed']} failed)" if c["failed"] else ""),
+        _counts(c),
         "mixed" if isinstance(slo, list) else show(slo),
         show(c["mean_tpot_ms"]),
         show(c["p99_tpot_ms"]),

@@ -68,7 +68,7 @@ class ClassLoad(SLOClass, Setting):
     category: Text | None = None  # of the prompts; None = the class name
     turns: Count = 1
     think_s: Amount = 1.0  # pause between turns of a session
-    disconnect: Share = 0.0  # share of requests that hang up half-way
+    disconnect: Share = 0.0  # share of requests that hang up in the first half
 
 
 def default_classes() -> dict[str, ClassLoad]:

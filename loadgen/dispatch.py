@@ -15,7 +15,7 @@ from gevent.pool import Group
 
 from adaserve.loadgen.recorder import LogHistogram
 from adaserve.loadgen.schedule import PlannedRequest
-from adaserve.loadgen.stream import Target, run_clock, send
+from adaserve.loadgen.stream import Target, never_sent, run_clock, send
 from adaserve.slo.metrics import RequestRecord
 
 CONNECT_S = 0.0873
@@ -31,7 +31,8 @@ chunks of a stream then wait for it at a time, and the kernel tells only when th
 class Dispatcher:
     """Sends a list of planned requests.
 
-    ``on_record`` is called once per request, in the greenlet of that request, when it has ended.
+    ``on_record`` is called once per request, in the greenlet of its conversation, when it has ended or
+    cannot be sent any more.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Dispatcher:
     def _session(self, turns: Sequence[PlannedRequest]) -> None:
         history = ""
         ready_s = turns[0].at_s
-        for request in turns:
+        for k, request in enumerate(turns):
             due_s = max(request.at_s, ready_s)
             try:
                 if request.turn and not self._wait_until(due_s - CONNECT_S):
@@ -104,12 +105,19 @@ class Dispatcher:
             answer = send(self._target, request, history, due_s, self._now, self._wait_until)
             if answer is None:
                 return
-            answer.record.worker = self._worker
-            self._on_record(answer.record)
+            self._report(answer.record)
             if not answer.record.ok:
+                # Whoever was turned away does not get the rest of the conversation either. A client that
+                # hung up does not want it.
+                for lost in turns[k + 1 :] if answer.record.judged else ():
+                    self._report(never_sent(lost, max(lost.at_s, self._now())))
                 return
             history += f"{request.prompt}{answer.text}\n\n"
             ready_s = self._now() + request.think_s
+
+    def _report(self, record: RequestRecord) -> None:
+        record.worker = self._worker
+        self._on_record(record)
 
 
 def make_room_for_sockets(most: int = 8192) -> None:

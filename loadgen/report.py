@@ -223,6 +223,7 @@ def _page(runs: Sequence[Run], groups: Sequence[Group], charts: Sequence[Chart])
         names=class_names(groups),
         charts=[{"title": c.title, "note": c.note, "svg": figures.svg(c.figure)} for c in charts],
         runs=runs,
+        unsent=any(r.summary.get("never_sent") for r in runs),
         drafts=[(r.label, name, d) for r in runs for name, d in r.summary.get("learning", {}).items()],
         agreement=[row for r in runs for row in agreement_rows(r)],
         flips=[row for r in runs for row in flip_rows(r)],

@@ -31,7 +31,7 @@ from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.plain_http import tls_context
 from adaserve.loadgen.schedule import PlannedRequest
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.metrics import NEVER_SENT, RequestRecord
 from adaserve.slo.replay import ENV as REPLAY_ENV
 
 
@@ -130,16 +130,7 @@ def send(
     returns False when the run was stopped: then nothing was sent and the result is None.
 
     Never raises for what the server does: failures are in the record."""
-    record = RequestRecord(
-        id=str(request.index),
-        slo_class=request.slo_class,
-        slo_ttft_ms=request.ttft_ms,
-        slo_tpot_ms=request.tpot_ms,
-        scheduled_s=scheduled_s,
-        sent_s=math.nan,
-        session_id=request.session,
-        turn=request.turn,
-    )
+    record = _record(request, scheduled_s, math.nan)
     reader = _Reader(target.server.api, record, now, request)
     data = target.encode(request, history)
     began_s = now()
@@ -168,6 +159,26 @@ def send(
         return None
     reader.finish()
     return Answer(record, "".join(reader.text))
+
+
+def never_sent(request: PlannedRequest, at_s: float) -> RequestRecord:
+    """The record of a turn that cannot be sent, because an earlier one of its conversation failed."""
+    record = _record(request, at_s, at_s)
+    record.error = NEVER_SENT
+    return record
+
+
+def _record(request: PlannedRequest, scheduled_s: float, sent_s: float) -> RequestRecord:
+    return RequestRecord(
+        id=str(request.index),
+        slo_class=request.slo_class,
+        slo_ttft_ms=request.ttft_ms,
+        slo_tpot_ms=request.tpot_ms,
+        scheduled_s=scheduled_s,
+        sent_s=sent_s,
+        session_id=request.session,
+        turn=request.turn,
+    )
 
 
 def _leave(
@@ -259,7 +270,8 @@ class _Reader:
         request: PlannedRequest,
     ) -> None:
         self.api, self.record, self.now = api, record, now
-        self.disconnect_after, self.answer_tokens = request.disconnect_after, request.answer_tokens
+        self.hang_up_at = math.inf if request.disconnect_after is None else request.disconnect_after
+        self.answer_tokens = request.answer_tokens
         self.text: list[str] = []
         self._gaps_ms: list[float] = []
         self._seen = 0
@@ -306,7 +318,9 @@ class _Reader:
         record.prompt_tokens = event.prompt_tokens or record.prompt_tokens
         record.accept_length = event.accept_length or record.accept_length
         record.server_slo = event.server_slo or record.server_slo
-        if self.disconnect_after is not None and record.n_chunks >= self.disconnect_after:
+        # A server that speculates sends several tokens in a chunk; not every server counts them.
+        received = max(self._usage_tokens or 0, record.n_chunks)
+        if record.finish_reason is None and received >= self.hang_up_at:
             record.error, self._done = "client_disconnect", True
 
     def _token(self, event: protocol.StreamEvent, at_s: float) -> None:

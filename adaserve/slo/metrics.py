@@ -6,7 +6,8 @@ One module for the load generator, the server and the simulator, so that they ca
 TTFT          first non-empty token received - sent
 TPOT          (last token - first chunk) / (output tokens - tokens of the first chunk), one number
               per request; tokens come from the server's usage, not from chunk counts
-attainment    requests that met all their SLOs / all requests sent; failures are misses
+attainment    requests that met all their SLOs / all requests; failures are misses, and so are turns
+              that a failure before them kept from being sent
 goodput       tokens/s of requests that attained, and requests/s that attained
 violations    1 - attainment
 ============  ==================================================================================
@@ -38,6 +39,8 @@ PERCENTILES = (50, 90, 95, 99)
 NOT_JUDGED = frozenset({"client_disconnect", "interrupted"})
 """Errors that the client caused itself: such requests are counted, but neither met nor missed."""
 
+NEVER_SENT = "not sent: an earlier turn of its conversation failed"
+"""The error of such a turn, which is a miss."""
 PREDICTED = "tpot_predicted_ms"
 """In a server's verdict: the TPOT that it predicted at the arrival, if it did."""
 
@@ -191,6 +194,7 @@ def class_summary(records: Sequence[RequestRecord], duration_s: float) -> dict[s
         "requests": len(judged),
         "completed": len(done),
         "failed": len(judged) - len(done),
+        "never_sent": sum(r.error == NEVER_SENT for r in judged),  # of those that failed
         "disconnected": len(records) - len(judged),
         "attained": len(met),
         "total_input_tokens": sum(r.prompt_tokens for r in done),

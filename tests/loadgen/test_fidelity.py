@@ -12,10 +12,12 @@ import pytest
 from fake_server import Fake, running_fake
 
 from adaserve.loadgen.arrivals import Arrivals
-from adaserve.loadgen.bench import run_bench
+from adaserve.loadgen.bench import class_cells, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, Length
+from adaserve.loadgen.report import write_report
 from adaserve.loadgen.results import iter_records
-from adaserve.slo.metrics import RequestRecord
+from adaserve.loadgen.run_folder import read_run
+from adaserve.slo.metrics import NEVER_SENT, RequestRecord
 
 
 def load(
@@ -222,4 +224,28 @@ def test_sessions_and_disconnects(tmp_path: Path) -> None:
             prompt = log[f"bench-{after.id}"]["body"]["prompt"]
             assert log[f"bench-{before.id}"]["body"]["prompt"] in prompt and "tok tok" in prompt
     assert all(r.error == "client_disconnect" and not r.judged for r in cut)
+    assert not any(r.error == NEVER_SENT for r in records)
     assert lost >= 0.8 * len(cut)
+
+
+def test_turns_that_a_failure_keeps_from_being_sent_are_misses(tmp_path: Path) -> None:
+    """Else a server that turns conversations away would be judged by those that it takes."""
+    with running_fake(status=503) as fake:
+        records = load(fake, tmp_path / "run", 5, 2, 20, turns=3, think_s=0.1)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    told = (summary["requests"], summary["failed"], summary["never_sent"], summary["unsent"])
+    assert len(records) == 30 and told == (30, 30, 20, 0)
+    assert summary["slo_attainment"] == 0.0 and summary["errors"][NEVER_SENT] == 20
+    by_turn = {turn: {r.error for r in records if r.turn == turn} for turn in range(3)}
+    assert by_turn[1] == by_turn[2] == {NEVER_SENT} and NEVER_SENT not in by_turn[0]
+    assert class_cells(summary)[0] == "30 (30 failed,\n20 never sent)"
+    write_report([read_run(tmp_path / "run")], tmp_path, png=False)
+    assert "never sent" in (tmp_path / "report.html").read_text()
+
+
+def test_a_client_that_hangs_up_wants_no_more_turns(tmp_path: Path) -> None:
+    with running_fake(token_ms=5) as fake:
+        records = load(fake, tmp_path / "run", 5, 2, 40, turns=3, disconnect=1.0)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert {r.error for r in records} == {"client_disconnect"} and {r.turn for r in records} == {0}
+    assert (summary["requests"], summary["never_sent"], summary["unsent"]) == (0, 0, 20)

@@ -34,9 +34,7 @@ def usage(tokens: int) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-def answered(
-    parts: list[bytes], api: str = "completions", answer_tokens: int | None = None
-) -> tuple[RequestRecord, str]:
+def answered(parts: list[bytes], api: str = "completions", **planned: Any) -> tuple[RequestRecord, str]:
     """What the load generator makes of an answer that comes in these pieces, each in a packet of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         target = stream.Target(Endpoint(url=f"http://127.0.0.1:{listener.getsockname()[1]}", api=api))
@@ -52,7 +50,7 @@ def answered(
 
         server = threading.Thread(target=serve)
         server.start()
-        request = PlannedRequest(0, 0.0, "chat", 1000.0, 1000.0, "Hello", 4, 3, answer_tokens=answer_tokens)
+        request = PlannedRequest(0, 0.0, "chat", 1000.0, 1000.0, "Hello", 4, 3, **planned)
         answer = stream.send(target, request, "", 0.0, stream.run_clock(0.0), lambda _: True)
         server.join()
     assert answer is not None
@@ -137,6 +135,20 @@ def test_every_form_of_a_stream_is_read(case: str, chunked: bool) -> None:
     found = (text, record.output_tokens, record.n_chunks, record.error, record.token_source)
     assert found == (wanted.text, wanted.tokens, wanted.chunks, wanted.error, wanted.source)
     assert record.attained == (wanted.error is None)
+
+
+def test_a_client_hangs_up_after_tokens_where_chunks_hold_several() -> None:
+    def told(text: str, tokens: int, reason: str | None = None) -> bytes:
+        data = {"choices": [{"text": text, "finish_reason": reason}], "usage": {"completion_tokens": tokens}}
+        return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+    counted = [told("a", 4), told("b", 8), told("c", 12), told("d", 16, "stop"), DONE]
+    record, text = answered([HEAD + b"\r\n", *counted], disconnect_after=6)
+    assert (record.error, text, record.output_tokens) == ("client_disconnect", "ab", 8)
+    record, text = answered([HEAD + b"\r\n", *ABC, usage(12), DONE], disconnect_after=2)
+    assert (record.error, text) == ("client_disconnect", "ab"), "without usage chunks are all it has"
+    record, text = answered([HEAD + b"\r\n", *ABC, usage(12), DONE], disconnect_after=6)
+    assert (record.error, text) == (None, "abc"), "the answer was complete before it was counted"
 
 
 def test_a_server_that_does_not_end_answers_where_their_trace_does_is_found_out() -> None:
