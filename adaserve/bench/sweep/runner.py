@@ -31,10 +31,11 @@ from adaserve.host import describe_host
 from adaserve.loadgen.results import command_line
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.classes import TPOT_RANGE_MS
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.metrics import INTERRUPTED, RequestRecord
 
 ATTEMPTS = 3
-"""How often a block is measured while the host is busy or slow; the least disturbed attempt counts."""
+"""How often a block is measured while the host is busy or slow, or the load test is not valid; the least
+disturbed attempt counts."""
 PATIENCE_S, PAUSE_S = 40.0, 4.0
 """How long a block waits for a host that is slow right now, and how often it looks. Half as long after a wait
 in vain: a host that stays slow costs little."""
@@ -264,10 +265,11 @@ class Sweep:
         return True
 
     def _least_disturbed(self, setting: System, case: Case) -> tuple[dict[str, Any], list[RequestRecord]]:
-        """The block, again while the host is busy or slow; the attempt that was disturbed least."""
+        """The block, again while the host is busy or slow or the load is not the one that was planned; the
+        attempt that was disturbed least, a valid one if there is one."""
         warm_up, traffic = self.requests.asks(servers.WARM_REQUESTS), self.requests.traffic(case)
         texts = [str(a.prompt) for a in warm_up]
-        tried: list[tuple[float, dict[str, Any], list[RequestRecord]]] = []
+        tried: list[tuple[tuple[bool, float], dict[str, Any], list[RequestRecord]]] = []
         while len(tried) < self.attempts:
             server = self.servers.serve(setting, warm_up)
             before_ms = self._calm_pace_ms(setting, texts)
@@ -276,12 +278,13 @@ class Sweep:
             paces_ms = before_ms, self.servers.pace_ms(setting, texts)
             slower = max(paces_ms) / self._usual_pace_ms(paces_ms) - 1.0
             line |= {"pace_ms": [round(p, 4) for p in paces_ms], "slower": round(slower, 4)}
-            tried.append((max(line["others"] / BUSY, slower / SLOW), line, answers))
-            if tried[-1][0] <= 1:
+            faults = client_faults(line, answers)
+            tried.append(((bool(faults), max(line["others"] / BUSY, slower / SLOW)), line, answers))
+            if tried[-1][0] <= (False, 1.0):
                 break
             self._say(
                 f"[yellow]{case.id}: other programs used {line['others']:.0%} of the host, and it was "
-                f"{max(0.0, slower):.0%} slower than usual[/]"
+                f"{max(0.0, slower):.0%} slower than usual{''.join(f'; {escape(f)}' for f in faults)}[/]"
             )
         _, line, answers = min(tried, key=lambda t: t[0])
         return {**line, "attempts": len(tried)}, answers
@@ -305,6 +308,14 @@ class Sweep:
 
     def _say(self, text: str) -> None:
         self.bar.console.print(text, highlight=False, soft_wrap=True)
+
+
+def client_faults(line: Mapping[str, Any], answers: Sequence[RequestRecord]) -> list[str]:
+    """Why the load test of a block was not valid, by the client's own fault. That a block was cut off, or
+    that no request was answered, is what the system did."""
+    if not any(r.ok for r in answers):
+        return []
+    return [reason for reason in line["invalid_reasons"] if reason != INTERRUPTED]
 
 
 def _plausible_ms(baseline_ms: float) -> float:

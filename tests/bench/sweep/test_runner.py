@@ -21,6 +21,7 @@ from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import STOCK, System
 from adaserve.host import describe_host
 from adaserve.server import ServerSpec
+from adaserve.slo.metrics import INTERRUPTED
 from tests.bench.sweep.factories import HEAD, case_line, request
 
 PLAN = SweepPlan(
@@ -70,6 +71,7 @@ class World:
         self.ran: list[str] = []
         self.traffic: dict[str, Any] = {}
         self.others: dict[str, list[float]] = {}  # share of the host that others use in its attempts
+        self.invalid: dict[str, list[list[str]]] = {}  # what was wrong with the load test of its attempts
         self.fate: dict[str, list[BaseException]] = {}  # what happens to the next attempts of a case
         self.output = io.StringIO()
         self.now_s = 0.0
@@ -104,6 +106,7 @@ class World:
         return {
             **case_line(case, answers),
             "others": others.pop(0) if len(others) > 1 else others[0],
+            "invalid_reasons": self.invalid[case.id].pop(0) if self.invalid.get(case.id) else [],
         }, answers
 
     def sweep(self, plan: SweepPlan = PLAN, **options: Any) -> bool:
@@ -277,6 +280,22 @@ def test_a_block_on_a_busy_host_is_measured_again_and_the_quietest_attempt_count
     assert (lines[second]["others"], lines[second]["attempts"]) == (0.3, 3)
     assert [r.id for r in world.store.records(first)] == ["2"], "the records of the attempt that counts"
     assert [r.id for r in world.store.records(second)] == ["4"]
+
+
+def test_a_block_whose_load_test_was_not_valid_is_measured_again(world: World) -> None:
+    first, second, third = (c.id for c in PLAN.cases()[:3])
+    late = ["answers were read late"]
+    world.invalid = {first: [late, []], second: [late, late, late], third: [[INTERRUPTED]]}
+    world.others = {first: [0.01, 0.14], second: [0.03, 0.02, 0.5]}
+    assert world.sweep()
+    assert world.ran[:6] == [first, first, second, second, second, third], "the server's doing is a result"
+    lines = world.store.finished()
+    assert (lines[first]["others"], lines[first]["invalid_reasons"]) == (0.14, []), "the valid attempt counts"
+    assert (lines[second]["others"], lines[second]["invalid_reasons"]) == (0.02, late)
+    assert "answers were read late" in world.output.getvalue()
+    lost = request(1, 0.0, "coding", 9.0)
+    lost.error = "HTTP 503"
+    assert not runner.client_faults({"invalid_reasons": ["all 1 requests failed"]}, [lost])
 
 
 def test_a_block_on_a_slow_host_is_measured_again(world: World) -> None:
