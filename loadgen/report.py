@@ -147,6 +147,7 @@ def _cdf(groups: Sequence[Group], names: Sequence[str], key: str) -> Chart:
     for k, g in enumerate(groups):
         for c, name in enumerate(names):
             values = np.sort(g.pooled(name, key))
+            values = values[~np.isnan(values)]
             finite = values[np.isfinite(values)]
             if not len(finite):
                 continue
@@ -163,7 +164,10 @@ def _cdf(groups: Sequence[Group], names: Sequence[str], key: str) -> Chart:
     if not ratio:
         return Chart("ttft", "Time to first token", figure)
     ax.axvline(1.0, color=figures.LIMIT, linestyle="--", linewidth=1)
-    note = "Left of the red line is in time. A curve ends below 100% when requests failed."
+    note = (
+        "Left of the red line is in time. A curve ends below 100% when requests failed. Answers of one chunk "
+    )
+    note += "count as 0, and requests without a TPOT SLO are left out."
     return Chart("tpot-ratio", "TPOT against its SLO", figure, note)
 
 

@@ -74,14 +74,22 @@ def read_run(folder: Path, label: str | None = None) -> Run:
 
 
 def _arrays(records: Sequence[RequestRecord]) -> dict[str, FloatArray]:
-    """As in ``Run.arrays``. A failed request has no value: it is left out, so a curve ends below 1."""
+    """As in ``Run.arrays``. What a failed request lacks is infinite, so that a curve ends below 1."""
     return {
         "scheduled": np.array([r.scheduled_s for r in records], float),
         "attained": np.array([r.attained for r in records], float),
-        "ratio": np.array([value_or(r.tpot_ratio if r.ok else None, math.inf) for r in records], float),
+        "ratio": np.array([_ratio(r) for r in records], float),
         "tpot": np.array([value_or(r.tpot_s if r.ok else None, math.inf) for r in records], float),
         "ttft": np.array([value_or(r.ttft_s if r.ok else None, math.inf) for r in records], float),
     }
+
+
+def _ratio(record: RequestRecord) -> float:
+    """TPOT / SLO. NaN without an SLO: there is nothing to compare with. An answer of one token, or of one
+    chunk, has no TPOT and meets any SLO."""
+    if record.slo_tpot_ms is None:
+        return math.nan
+    return value_or(record.tpot_ratio, 0.0) if record.ok else math.inf
 
 
 def _summary_of_the_run(folder: Path) -> dict[str, Any]:

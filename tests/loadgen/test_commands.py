@@ -30,7 +30,7 @@ from adaserve.loadgen.config import BenchConfig, Endpoint, from_mapping
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.protocol import parse_event, slo_headers
-from adaserve.loadgen.report import group_runs, write_report
+from adaserve.loadgen.report import build_charts, group_runs, write_report
 from adaserve.loadgen.results import iter_records
 from adaserve.loadgen.run_folder import default_label, read_run
 from adaserve.loadgen.schedule import PlannedRequest, build_schedule
@@ -360,6 +360,18 @@ def test_seeds_are_one_sample_for_percentiles_and_no_proof_where_they_agree(tmp_
     assert group.error("mean_tpot_ms") == pytest.approx(abs(one - other) / 2)
     shares = {r.summary["slo_attainment"] for r in group.runs}
     assert len(shares) == 1 and group.error("slo_attainment") == pytest.approx(0.03, abs=0.01)
+
+
+def test_a_curve_ends_below_100_percent_only_where_requests_failed(tmp_path: Path) -> None:
+    short = record(id="short", output_tokens=1, last_token_s=1.0)
+    free = record(id="free", slo_class="free", slo_tpot_ms=None)
+    records = [record(id="fast"), short, record(id="lost", error="HTTP 503"), free]
+    (tmp_path / "requests.jsonl").write_text("".join(r.to_json() + "\n" for r in records))
+    run = read_run(tmp_path)
+    assert sorted(run.arrays["chat"]["ratio"]) == [0.0, pytest.approx(1 / 3), float("inf")]
+    (chart,) = [c for c in build_charts(group_runs([run])) if c.name == "tpot-ratio"]
+    curves = {line.get_label(): max(line.get_ydata()) for line in chart.figure.axes[0].lines}
+    assert curves["chat"] == pytest.approx(2 / 3) and "free" not in curves
 
 
 def test_the_report_lists_them(tmp_path: Path) -> None:
