@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve.bench.fleet.run import Predictions, Ranking, counted, summary_text
+from adaserve.bench.fleet.run import Predictions, Ranking, counted, load_rows, summary_text
 from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.trace import Trace, TraceRow
 
 
 def record(predicted_ms: float | None, tpot_ms: float | None, error: str | None = None) -> RequestRecord:
@@ -43,3 +44,16 @@ def test_the_summary_says_how_far_simulation_and_measurement_are_apart() -> None
     }
     text = summary_text(result, 2)
     assert "95.0% of 20 samples (1 ties)" in text and "80.0% of 10 requests" in text and "+3.0 points" in text
+
+
+def test_measured_and_simulated_are_the_same_requests() -> None:
+    """The load test asks the server a few things before it begins; replicas record these as well."""
+    asked = [TraceRow(float(k), 1, 1, "chat") for k in range(3)]
+    sent = [TraceRow(100.0 + k, 7, 7, "chat") for k in range(5)]
+    records = [RequestRecord("r", "chat", None, 40.0, float(k), float(k)) for k in range(5)]
+    trace, warm_up = load_rows(Trace((*asked, *sent), "t"), records, warmup_s=2.0)
+    assert [row.prompt_tokens for row in trace.rows] == [7] * 5 and warm_up == 2
+    assert [row.arrival_s for row in trace.rows] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    records[3].error = "HTTP 503"  # of what was turned away a replica records nothing
+    trace, warm_up = load_rows(Trace((*asked, *sent[:3], sent[4]), "t"), records, warmup_s=2.0)
+    assert len(trace) == 4 and warm_up == 2

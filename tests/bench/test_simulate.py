@@ -107,6 +107,8 @@ def test_fleets_serve_as_servers_do() -> None:
     trace = read_workload("synthetic:100:4", 0)
     requests = make_requests(trace, SLOConfig(), priced.baseline_s, TextModel(), 0)
     records = simulate(requests, replace(priced.config, replicas=2)).records()
+    later = priced.attainment(trace, SLOConfig(), warm_up=30)(2)
+    assert later == pytest.approx(1 - violations(records[30:])), "served, and not counted"
     attainment = priced.attainment(trace, SLOConfig())
     assert attainment(2) == pytest.approx(1 - violations(records))
     assert attainment(1) < attainment(2)

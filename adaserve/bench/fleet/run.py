@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from adaserve.scheduler.simulator.forecasts import CLOSE
 from adaserve.server import ServerProcess, ServerSpec, free_port
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import PREDICTED, RequestRecord
+from adaserve.slo.trace import Trace
 
 LOADS = (1, 2, 4, 8)
 """Requests on the loaded replica while headroom is compared."""
@@ -130,7 +131,7 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
     judged = [r for r in records if r.scheduled_s >= plan.warmup_s]
     classes = sorted({r.slo_class for r in judged})
     write_json(plan.out / "replicas.json", reports)
-    capacity = _capacity(plan, reports, float(summary["slo_attainment"] or 0.0))
+    capacity = _capacity(plan, reports, records, float(summary["slo_attainment"] or 0.0))
     result = {
         "command": command_line(),
         "headroom": asdict(ranking) | {"share": ranking.share},
@@ -237,7 +238,7 @@ def _generate(url: str, tokens: int) -> None:
 def _load(plan: FleetPlan, fleet: Fleet, console: Console) -> tuple[dict[str, Any], list[RequestRecord]]:
     config = _traffic(plan, fleet.url, float(fleet.replicas[0].report()["baseline_ms"]))
     trace = plan.out / "trace.jsonl"
-    os.truncate(trace, 0)  # the warm-up is not part of the load; the replicas keep the file open
+    os.truncate(trace, 0)  # what came before is not part of the load; the replicas keep the file open
     folder = plan.out / "load"
     summary = run_bench(config, folder, console=console)
     refuse_what_ended_early(summary)
@@ -259,12 +260,25 @@ def _traffic(plan: FleetPlan, url: str, baseline_ms: float) -> BenchConfig:
 # -- capacity -------------------------------------------------------------------------------
 
 
-def _capacity(plan: FleetPlan, reports: Sequence[dict[str, Any]], measured: float) -> Capacity:
+def load_rows(trace: Trace, records: Sequence[RequestRecord], warmup_s: float) -> tuple[Trace, int]:
+    """The part of a trace that ``records`` tell of, without the requests by which the load test found out
+    about the server, and how many of the first rows are its warm-up."""
+    answered = [r for r in records if r.ok]
+    rows = trace.rows[max(0, len(trace) - len(answered)) :]
+    warm_up = sum(r.scheduled_s < warmup_s for r in answered)
+    return Trace.merged([replace(trace, rows=rows)]), warm_up
+
+
+def _capacity(
+    plan: FleetPlan, reports: Sequence[dict[str, Any]], records: Sequence[RequestRecord], measured: float
+) -> Capacity:
     """What ``adaserve simulate capacity`` says of the trace, by one replica's costs and trees."""
     costs = LatencyModel.from_json(reports[0]["latency_learned"] or reports[0]["latency"])
     baseline_ms = float(reports[0]["baseline_ms"])
     simulated = SimulatedFleet.of(plan.policy, costs, baseline_ms, plan.seed, _recording(plan.out, 0))
-    attainment = simulated.attainment(read_recorded([str(plan.out / "trace.jsonl")], plan.seed), SLOConfig())
+    recorded = read_recorded([str(plan.out / "trace.jsonl")], plan.seed)
+    trace, warm_up = load_rows(recorded, records, plan.warmup_s)
+    attainment = simulated.attainment(trace, SLOConfig(), warm_up=warm_up)
     sizes = sorted({1, plan.replicas, plan.replicas + 1})
     return Capacity(measured, {n: attainment(n) for n in sizes})
 

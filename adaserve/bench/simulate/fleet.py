@@ -48,15 +48,20 @@ class SimulatedFleet:
         config = served(policy, latency, seed, kv_tokens, children, slowdown)
         return SimulatedFleet(config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
 
-    def attainment(self, trace: Trace, slos: SLOConfig, router: str = "least-work") -> Callable[[int], float]:
+    def attainment(
+        self, trace: Trace, slos: SLOConfig, router: str = "least-work", warm_up: int = 0
+    ) -> Callable[[int], float]:
         """Share of the trace's requests that would attain their SLOs, by the number of replicas.
+        ``warm_up``: of the first ones, which are served and not counted.
 
         The iterations of long traces are looked up, those of shorter ones played."""
         requests = self._requests(trace, slos)
         if len(trace) <= DETAILED:
-            return lambda n: 1.0 - violations(simulate(_fresh(requests), self._of(n, router)).records())
+            return lambda n: (
+                1.0 - violations(simulate(_fresh(requests), self._of(n, router)).records()[warm_up:])
+            )
         pace = learn_pace(requests, self.config)
-        return lambda n: 1.0 - violations(self._paced(_fresh(requests), pace, n, router))
+        return lambda n: 1.0 - violations(self._paced(_fresh(requests), pace, n, router)[warm_up:])
 
     def _requests(self, trace: Trace, slos: SLOConfig) -> list[SimRequest]:
         return make_requests(trace, slos, self.baseline_s, TextModel(), self.config.seed)
