@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,8 +29,9 @@ from adaserve.bench.gpu_check import answers, shapes
 from adaserve.bench.gpu_check.again import forget
 from adaserve.bench.gpu_check.answers import Answer, Pace
 from adaserve.bench.gpu_check.check import Check, Sections, StageError
-from adaserve.bench.gpu_check.cli import _costs, _plan
+from adaserve.bench.gpu_check.cli import _costs, _mixed, _plan
 from adaserve.bench.gpu_check.findings import CheckPlan, Findings, resume
+from adaserve.bench.gpu_check.mixed import run_mixed
 from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Pair, serving, spec_of
 from adaserve.bench.gpu_check.targets import outside_share, targets
 from adaserve.bench.gpu_check.traces import summary
@@ -480,6 +483,27 @@ def test_results_without_graphs_say_so(tmp_path: Path, started: list[FakeServer]
         kind = type("Check", (Staged,), {"stages": {}})
         report = kind(pair, CheckPlan(), tmp_path / str(count), Console(quiet=True)).run()
         assert len(report["does_not_show"]) == count
+
+
+def test_mixed_runs_say_what_they_cost_in_ttft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLOs are of TPOT there, so a server that lets prompts wait would look good."""
+    kept = {"requests": 9, "slo_attainment": 0.5, "token_goodput": 12.0, "output_throughput": 24.0}
+    kept |= {"mean_tpot_ms": 3.0, "p99_tpot_ms": 4.0, "mean_ttft_ms": 5678.0, "p99_ttft_ms": 9876.0}
+    kept["accept_length"] = 2.0
+    made = {**kept, "by_class": {"chat": {**kept, "failed": 0}}, "invalid_reasons": [], "failed": 0}
+    monkeypatch.setattr("adaserve.bench.gpu_check.mixed.run_bench", lambda *_: made)
+    server: Any = SimpleNamespace(url="http://127.0.0.1:1")
+    new = run_mixed(server, tmp_path, 100.0, 6.0, 5.0, 0, Console(quiet=True))
+    assert new == {**kept, "by_class": {"chat": kept}, "invalid_reasons": []}
+    record = Path(__file__).parents[2] / "results/2026-11-28-gpu/last/gpu-check.json"
+    old = json.loads(record.read_text())["mixed"]["1.3"]["priced"]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(_mixed({"1.3": {"new": new, "old": old}}))
+    shown = {
+        line.split()[1]: line.split()[2:] for line in console.file.getvalue().splitlines() if "1.3" in line
+    }
+    assert shown["new"] == ["50%", "12", "24", "3.0", "4.0", "5678", "9876"]
+    assert shown["old"] == ["95%", "3530", "-", "5.0", "15.8", "-", "-"]
 
 
 def test_what_a_dead_server_did_not_answer_is_no_goodput(

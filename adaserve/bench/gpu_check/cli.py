@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,6 +16,8 @@ from adaserve.commands import fail
 from adaserve.commands import flags as split
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from adaserve.bench.gpu_check.findings import CheckPlan
     from adaserve.bench.gpu_check.shapes import Cost
 
@@ -173,7 +176,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
         unjudged = "not measured" if row["missing"] else "no claim"
         value = "-" if row["value"] is None else f"{row['value']:g}"
         met.add_row(row["target"], value, {True: "yes", False: "no", None: unjudged}[row["met"]])
-    for made in (speed, exact, met):
+    for made in (speed, exact, *([_mixed(report["mixed"])] if report["mixed"] else []), met):
         console.print(made)
     missing = sorted({what for row in report["targets"] for what in row["missing"]})
     if missing:
@@ -188,3 +191,23 @@ def _show(report: dict[str, Any], console: Console) -> None:
         console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
     for name, reason in report["failed"].items():
         console.print(f"failed {name}: {reason}", highlight=False, soft_wrap=True)
+
+
+def _mixed(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
+    """The runs with mixed SLOs; older ones did not keep TTFT and throughput."""
+    columns = {
+        "TPOT\nmet": ("slo_attainment", "{:.0%}"),
+        "goodput\ntok/s": ("token_goodput", "{:.0f}"),
+        "all\ntok/s": ("output_throughput", "{:.0f}"),
+        "TPOT\nmean": ("mean_tpot_ms", "{:.1f}"),
+        "TPOT\np99": ("p99_tpot_ms", "{:.1f}"),
+        "TTFT\nmean": ("mean_ttft_ms", "{:.0f}"),
+        "TTFT\np99": ("p99_ttft_ms", "{:.0f}"),
+    }
+    heads = ("load", "server or policy")
+    made = table("mixed SLOs (ms; TTFT has no SLO)", (*heads, *columns), left=heads)
+    for load, runs in found.items():
+        for name, run in runs.items():
+            values = [(run.get(key), shown) for key, shown in columns.values()]
+            made.add_row(load, name, *("-" if v is None else shown.format(v) for v, shown in values))
+    return made
