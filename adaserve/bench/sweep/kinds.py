@@ -19,7 +19,7 @@ TURNS = 3
 LONG_TOKENS = (512, 1280)
 """Prompt tokens of a long request are drawn evenly from this range, in logarithms."""
 MOST_CONTEXT = 1792
-"""Tokens that a conversation may grow to. It is from when the embedded pair held 2,048 (8,192 now), and stays,
+"""Tokens that a conversation may grow to. It is from when the embedded pair held 2,048 (8,192 now), and stays
 so that sweeps can be compared."""
 
 Rows = Sequence[TraceRow]
