@@ -13,8 +13,8 @@
 #   profile     torch profiles at batch 1 and 32                                                   3-4 min
 #   mixed       mixed SLOs at 1.3 of plain decoding's capacity: priced against STANDALONE          6-8 min
 #
-# Minutes are guesses, one to three of them for every server that starts; docs/gpu.md has those of an H200. Of the
-# stages from plain to mixed, those that are named together share their servers: "adaserve profile" starts one.
+# Minutes are guesses, one to three of them for every server that starts; docs/gpu-internals.md has those of an H200. Of the
+# stages from plain to mixed, those that are named together share their servers: adaserve and profile start one.
 # Where AdaServe does not start, or its text is not SGLang's, and the small pair is not right either, parts of
 # it are turned off until it is, which says where to look: our attention, CUDA graphs, then overlap as well. All
 # stages go on without these.
