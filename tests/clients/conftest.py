@@ -35,23 +35,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Few requests at a time; sheds, and sends ORCA's header."""
+    """Few requests at a time; sheds, and sends ORCA's header. SGLang itself does not look for clients that
+    are gone, so that only our watch sees them."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "slo.yaml").write_text(SLOS)
     config = AdaServeConfig(shed=True, orca=True, slo_config=str(folder / "slo.yaml"))
     spec = ServerSpec(
         size="12M", port=free_port(), config=config, extra=("--max-running-requests", str(SLOTS))
     )
-    with ServerProcess(spec, log=folder / "server.log") as running:
+    env = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "600"}
+    with ServerProcess(spec, log=folder / "server.log", env=env) as running:
         yield running
 
 
 Counts = Callable[[], dict[str, int]]
 
 
-@pytest.fixture
-def counted(server: ServerProcess) -> Counts:
-    """Requests per SLO class that the server has counted since the start of the test."""
+def counter(server: ServerProcess) -> Counts:
+    """Requests per SLO class that the server counts from now on."""
 
     def totals() -> dict[str, int]:
         time.sleep(1.1)  # a snapshot is shown for a second
@@ -60,3 +61,9 @@ def counted(server: ServerProcess) -> Counts:
 
     before = totals()
     return lambda: {n: k - before.get(n, 0) for n, k in totals().items() if k > before.get(n, 0)}
+
+
+@pytest.fixture
+def counted(server: ServerProcess) -> Counts:
+    """Requests per SLO class that the server has counted since the start of the test."""
+    return counter(server)
