@@ -36,6 +36,8 @@ from adaserve.sharpening import Correction
 from tests.learning.factories import save_drafts, served
 
 WEIGHTS_BYTES = 1 << 24
+PATIENCE_S = 600.0
+"""On a busy host the trainer rests three times as long as it works."""
 
 
 class Line:
@@ -68,7 +70,7 @@ class Line:
 
     def next(self, kind: type[Message]) -> Message:
         """The next message, which must be of a ``kind``."""
-        assert self.has_message(60), f"no {kind.__name__}"
+        assert self.has_message(PATIENCE_S), f"no {kind.__name__}"
         message = receive(self.connection)
         assert isinstance(message, kind), message
         return message
@@ -79,7 +81,7 @@ class Line:
 
     def close(self) -> None:
         self.connection.close()
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         for fd in self._fds:
             os.close(fd)
