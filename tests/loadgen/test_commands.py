@@ -127,12 +127,12 @@ def test_the_key_works_and_is_written_nowhere(tmp_path: Path) -> None:
 
 
 def test_baseline_is_measured_when_nobody_knows_it(tmp_path: Path) -> None:
-    with running_fake(token_ms=12) as fake:
+    with running_fake(token_ms=60) as fake:
         args = ("--url", fake.url, "--duration", "1", "--rps", "4", "--output-tokens", "5")
         done = run("bench", "serve", *args, "--out", str(tmp_path / "r"))
     assert done.returncode in (0, 1), done.stderr
     baseline = json.loads((tmp_path / "r/summary.json").read_text())["baseline_ms"]
-    assert baseline == pytest.approx(12, rel=0.5)
+    assert baseline == pytest.approx(60, rel=0.5)
 
 
 def test_a_trace_may_need_the_baseline_though_no_class_does(tmp_path: Path) -> None:
@@ -142,12 +142,12 @@ def test_a_trace_may_need_the_baseline_though_no_class_does(tmp_path: Path) -> N
         path,
     )
     trace, classes = {"path": str(path), "slo_from": "trace"}, {"chat": {"tpot_ms": 50}}
-    with running_fake(token_ms=12) as fake:
+    with running_fake(token_ms=60) as fake:
         config = from_mapping({"server": {"url": fake.url}, "trace": trace, "classes": classes})
         with pytest.raises(LoadgenError, match="measure it"):
             build_schedule(config)
         checked = preflight(config)
-    assert checked.baseline_ms == pytest.approx(12, rel=0.5)
+    assert checked.baseline_ms == pytest.approx(60, rel=0.5)
     tpots_ms = [r.tpot_ms for r in build_schedule(checked).requests]
     assert tpots_ms == pytest.approx([2 * checked.baseline_ms, 3 * checked.baseline_ms])
 
@@ -173,7 +173,7 @@ def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
     assert len(records) >= 30 and served - len(records) <= 2 * processes
     assert not summary["valid"] and "interrupted" in " ".join(summary["invalid_reasons"])
     assert summary["unsent"] > 0
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
         wait_for(lambda: finished(out) >= 20)
         for child in psutil.Process(process.pid).children():
             os.kill(child.pid, signal.SIGKILL)
-        assert process.wait(30) == 1
+        assert process.wait(120) == 1
     assert len(list(iter_records(out))) >= 20
     assert "killed" in (out / "summary.json").read_text()
 
