@@ -109,7 +109,6 @@ def test_learns_what_the_target_says(target: TinyLlama) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert min(losses) >= 0
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 
 

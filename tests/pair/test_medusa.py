@@ -72,5 +72,4 @@ def test_they_learn_what_the_target_says_later(target: TinyLlama) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert min(losses) >= 0
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
