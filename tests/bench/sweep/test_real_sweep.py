@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from adaserve.bench.sweep.commands import Options, sweep
+from adaserve.bench.sweep.measure import Traffic
 from adaserve.bench.sweep.servers import IDLE_ROUNDS
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import STOCK
@@ -42,6 +43,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     save_pair(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy host Locust alone may take longer to start than a case of three seconds may last."""
+    monkeypatch.setattr(Traffic, "limit_s", property(lambda _: 600.0))
 
 
 def options(pair: Path, out: Path, **given: Any) -> Options:
