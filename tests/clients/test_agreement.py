@@ -18,7 +18,7 @@ arrivals: {rps: 4}
 server: {ignore_eos: true}
 classes:
   # Nobody is as fast, not even when a stalled machine delivers many tokens at once.
-  coding: {tpot_ms: 0.1, share: 1, output_tokens: 64, prompt_tokens: 40}
+  coding: {tpot_ms: 0.1, share: 1, output_tokens: 512, prompt_tokens: 40}
   chat: {tpot_ms: 20000, share: 1, output_tokens: 16, prompt_tokens: 40}  # everybody is
   summarization: {tpot_ms: 20000, ttft_ms: 60000, share: 1, output_tokens: 16, prompt_tokens: 40}
 """

@@ -42,8 +42,8 @@ def test_dashboards_and_alerts_ask_for_metrics_that_exist(server: ServerProcess)
 
 
 def test_a_client_that_leaves_is_nobodys_miss(server: ServerProcess, counted: Counts) -> None:
-    body = {"model": MODEL, "prompt": "import os\n", "max_tokens": 1500, "stream": True, "ignore_eos": True}
-    headers = {"x-slo-tpot-ms": "0.1"}
+    body = {"model": MODEL, "prompt": "import os\n", "max_tokens": 6000, "stream": True, "ignore_eos": True}
+    headers = {"x-slo-tpot-ms": "0.1", "x-adaserve-speculation": "off"}
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=120
     ) as stream:
