@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.engine.test_greedy import assert_same
 CHUNK = 64  # SGLang's own chunk size in these tests
 LONG = 440  # tokens of a prompt that takes many chunks
 SLOW_MS = 10.0  # each prefill token takes that long, so LONG takes over 4 seconds
+DECODE_MS = 15.0  # more per decode iteration, so that others arrive before the short ones end
 SLO_MS = 40.0  # of the requests that decode meanwhile: slack of a second or two, less than LONG takes
 
 
@@ -35,7 +36,7 @@ def slow(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -
         pair,
         "noisy",
         {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
-        {"slow_ms": SLOW_MS, "trace": True},
+        {"slow_ms": SLOW_MS, "decode_ms": DECODE_MS, "trace": True},
         **{"context-length": 512, "disable-radix-cache": True},
     )
     with server.running(zygote):
@@ -141,7 +142,7 @@ def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding:
     jobs, ttft_ms = (ARRIVING, urgent), (60_000, 2500)
     alone = outputs(run_jobs(slow.server, jobs))
 
-    async def meet() -> tuple[list[str], list[list[int]], int]:
+    async def meet() -> tuple[list[str], list[list[int]], int, list[int]]:
         done: list[str] = []
         async with httpx.AsyncClient(base_url=slow.server.url, timeout=120) as client:
 
@@ -151,26 +152,32 @@ def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding:
                 done.append(name)
                 return list(answer.raise_for_status().json()["output_ids"])
 
-            others = [client.post("/generate", json=job.body) for job in DECODING * decoding]
-            running = [asyncio.create_task(other) for other in others]
-            await asyncio.sleep(1.0 * decoding)
             before = len(slow.probe.read()["forwards"])
 
-            def prefilled() -> int:
-                return sum(slow.probe.read()["forwards"][before:])
+            def forwards() -> list[int]:
+                return list(slow.probe.read()["forwards"][before:])
 
+            others = DECODING * decoding
+            running = [asyncio.create_task(client.post("/generate", json=job.body)) for job in others]
+            while sum(forwards()) < sum(len(job.input_ids) for job in others):
+                assert not any(one.done() for one in running), "they ended before the long one came"
+                await asyncio.sleep(0.01)
+            before += len(forwards())
             long = asyncio.create_task(ask(jobs[0], "long", ttft_ms[0]))
-            while not prefilled():  # its first chunk
+            while not sum(forwards()):  # its first chunk
+                assert not long.done(), "its prompt was not read in chunks"
                 await asyncio.sleep(0.01)
             passed = await ask(jobs[1], "urgent", ttft_ms[1])
-            read = prefilled()
+            read = sum(forwards())
             answers = await asyncio.gather(long, *running)
-            return done, [answers[0], passed], read
+            return done, [answers[0], passed], read, forwards()
 
-    done, answers, read = asyncio.run(meet())
+    done, answers, read, forwards = asyncio.run(meet())
     assert answers == alone, "another text"
     assert done == ["urgent", "long"]
     assert read < LONG, "it came with the long one's last chunk"
+    prefills = [i for i, n in enumerate(forwards) if n > 0]
+    assert (0 in forwards[prefills[0] : prefills[-1]]) == decoding, forwards
 
 
 def test_a_prompt_that_passes_and_is_cached_leaves_its_place_to_nobody(
@@ -185,27 +192,45 @@ def test_a_prompt_that_passes_and_is_cached_leaves_its_place_to_nobody(
         {"slow_ms": SLOW_MS, "trace": True},
         **{"context-length": 512},
     )
-    urgent, after = Job(tuple(range(40, 60)), greedy(2)), Job(tuple(range(100, 162)), greedy(2))
 
-    def ask(client: httpx.AsyncClient, job: Job, ttft_ms: int) -> asyncio.Task[httpx.Response]:
-        params = job.body["sampling_params"] | {"custom_params": {"slo_ttft_ms": ttft_ms}}
-        return asyncio.create_task(client.post("/generate", json={**job.body, "sampling_params": params}))
+    def due(prompt: Iterable[int], tokens: int, ttft_ms: int) -> Job:
+        return Job(tuple(prompt), greedy(tokens) | {"custom_params": {"slo_ttft_ms": ttft_ms}})
 
-    async def meet() -> list[list[int]]:
+    # All of them are in time, so that only the order in which they are due counts.
+    urgent, after = due(range(40, 60), 1, 20_000), due(range(100, 162), 1, 30_000)
+    long = due(ARRIVING.input_ids, 12, 60_000)
+
+    def ask(client: httpx.AsyncClient, *jobs: Job) -> asyncio.Task[httpx.Response]:
+        """One request with a prompt or several, which arrive together."""
+        body = {"input_ids": [job.input_ids for job in jobs], "sampling_params": [job.params for job in jobs]}
+        return asyncio.create_task(client.post("/generate", json=body))
+
+    async def meet() -> tuple[list[list[int]], list[int]]:
+        """The texts, and the forwards until the two that pass have ended."""
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-            await ask(client, urgent, 400)
+            await ask(client, urgent)
             before = len(probe.read()["forwards"])
-            started = ask(client, ARRIVING, 60_000)
-            while CHUNK not in probe.read()["forwards"][before:]:
+
+            def forwards() -> list[int]:
+                return list(probe.read()["forwards"][before:])
+
+            started = ask(client, long)
+            while CHUNK not in forwards():
+                assert not started.done(), "its prompt was not read in chunks"
                 await asyncio.sleep(0.01)
-            answers = await asyncio.gather(started, ask(client, urgent, 400), ask(client, after, 900))
-            return [answer.raise_for_status().json()["output_ids"] for answer in answers]
+            two = (await ask(client, urgent, after)).raise_for_status().json()
+            met = forwards()
+            answers = [*(await started).raise_for_status().json(), *two]
+            return [answer["output_ids"] for answer in answers], met
 
     with server.running(zygote):
-        alone = outputs(run_jobs(server, (ARRIVING, urgent, after)))
+        alone = outputs(run_jobs(server, (long, urgent, after)))
         wait_until_idle(server)  # and flushed
-        assert asyncio.run(meet()) == alone
+        got, met = asyncio.run(meet())
         server.assert_idle_and_clean()
+    assert got == alone
+    assert CHUNK - len(urgent.input_ids) + 1 in met, f"it was not given more than it needed: {met}"
+    assert sum(met) < LONG, "they came with the long one's last chunk"
 
 
 def test_requests_that_end_in_their_prefill_are_not_kept(slow: Served) -> None:
@@ -288,11 +313,22 @@ def erratic(
         assert stats["target_kv_error"] < 1e-4 and stats["draft_kv_error"] < 1e-4
 
 
-def test_any_pattern_of_chunks_leaves_the_output_alone(erratic: Served, stock: Server, pair: Path) -> None:
-    """Retractions, disconnects, shared prefixes, and prompts of up to 110 tokens in pieces."""
-    jobs = workload(220, seed=8, leave_every=11)
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    """With disconnects, shared prefixes, and prompts of up to 110 tokens."""
+    return workload(220, seed=8, leave_every=11)
+
+
+@pytest.fixture(scope="module")
+def expected(stock: Server, jobs: list[Job]) -> list[list[int]]:
     staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
-    expected = [a["output_ids"] for a in run_jobs(stock, staying) if a is not None]
+    return [a["output_ids"] for a in run_jobs(stock, staying) if a is not None]
+
+
+def test_any_pattern_of_chunks_leaves_the_output_alone(
+    erratic: Served, pair: Path, jobs: list[Job], expected: list[list[int]]
+) -> None:
+    """Retractions, disconnects, shared prefixes, and prompts in pieces."""
     answers = run_jobs(erratic.server, jobs)
     assert_same(pair, jobs, answers, expected)
     finished = [a["meta_info"] for a in answers if a is not None]

@@ -6,17 +6,17 @@ pool, and the keys and values must equal those in the paged pool. A wrong compac
 length or a wrong position shows here even when the sampled tokens happen to agree.
 
 With ``rotate`` it hands each iteration to another real policy, and with ``hold_back`` it forbids trees
-(max_depth 0) to changing requests, so that the draft has to catch up later. ``prefill_sizes`` lets one
-chunk size after the other take the place of what the pacing rule says (0 = decode first), ``slow_ms``
-stretches a prefill by that much per token, and ``trace`` writes down every forward: n > 0 is a prefill of
-n tokens, 0 a decode iteration. ``retract_every`` switches on SGLang's own test of retraction: after that
-many forwards one running request is retracted, as if the KV pool were full, if there are several. ``windows``
-are what the draft may read of a context: each request gets another one in two of three iterations, and of the
-draft's KV the first layer alone is audited, since what lies above depends on what was read. ``fail_on`` names
-a request that cannot be accepted: an exception comes up while the scheduler makes it. ``swap`` is a number of
-iterations, after which the weights of the next of the named drafts replace the present ones. Of a head the
-hidden states that it reads are audited as well. ``compare_head`` has SGLang's own class draft two steps for
-one text and writes down what it proposes, beside what our forward does.
+(max_depth 0) to changing requests, so that the draft has to catch up later. ``prefill_sizes`` lets one chunk
+size after the other take the place of what the pacing rule says (0 = decode first), ``slow_ms`` stretches a
+prefill by that much per token, ``decode_ms`` each decode iteration, and ``trace`` writes down every forward:
+n > 0 is a prefill of n tokens, 0 a decode iteration. ``retract_every`` switches on SGLang's own test of
+retraction: after that many forwards one running request is retracted, as if the KV pool were full, if there
+are several. ``windows`` are what the draft may read of a context: each request gets another one in two of
+three iterations, and of the draft's KV the first layer alone is audited, since what lies above depends on
+what was read. ``fail_on`` names a request that cannot be accepted: an exception comes up while the scheduler
+makes it. ``swap`` is a number of iterations, after which the weights of the next of the named drafts replace
+the present ones. Of a head the hidden states that it reads are audited as well. ``compare_head`` has SGLang's
+own class draft two steps for one text and writes down what it proposes, beside what our forward does.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ def probed(base: type) -> type:
             return inner(first, search, keep)
 
         def _rows(self, inner: Callable[..., Any], *given: Any) -> Any:
+            time.sleep(options.get("decode_ms", 0.0) / 1e3)  # inside of what is timed as an iteration
             rows = inner(*given)
             if options.get("swap"):
                 self._swap(*options["swap"])
