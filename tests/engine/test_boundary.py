@@ -21,6 +21,8 @@ STREAMING = {
     "/v1/messages",
 }  # fmt: skip
 LONG = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+PLAIN = {"x-adaserve-speculation": "off"}
+"""Makes an answer take longer, so that what is done meanwhile comes before its end."""
 
 
 def probe(server: Server) -> list[int]:
@@ -277,7 +279,7 @@ async def streams_and_abort(server: Server, rids: list[str], aborted: str) -> di
         reason = json.loads(last)["meta_info"]["finish_reason"]
         return str(reason["type"])
 
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, headers=PLAIN) as client:
         tasks = {rid: asyncio.create_task(one(client, rid)) for rid in rids}
         await asyncio.gather(*(event.wait() for event in running.values()))
         assert (await client.post("/abort_request", json={"rid": aborted})).status_code == 200
@@ -291,7 +293,7 @@ def test_an_abort_ends_nobody_whose_id_only_starts_alike(attacked: Server) -> No
 
 async def twice(server: Server) -> list[int]:
     body = {"input_ids": [5, 6, 7], "sampling_params": LONG, "rid": "same"}
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, headers=PLAIN) as client:
         answers = await asyncio.gather(*(client.post("/generate", json=body) for _ in range(3)))
     return sorted(answer.status_code for answer in answers)
 
