@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import math
-import re
 from typing import Any
 
 import httpx
@@ -134,13 +133,14 @@ def test_end_of_sequence_inside_a_tree(served: Served, stock: Server) -> None:
 
 
 def assert_equal_answers(server: Server, stock: Server, jobs: list[Job]) -> list[dict[str, Any]]:
-    right = run_jobs(stock, jobs)
-    for job, a, b in zip(jobs, run_jobs(server, jobs), right, strict=True):
+    """Of ``server`` and ``stock``; returns those of ``server``."""
+    right, got = run_jobs(stock, jobs), run_jobs(server, jobs)
+    for job, a, b in zip(jobs, got, right, strict=True):
         assert a is not None and b is not None
         assert a["output_ids"] == b["output_ids"], job
         assert a["text"] == b["text"], job
         assert a["meta_info"]["finish_reason"] == b["meta_info"]["finish_reason"], job
-    return [b for b in right if b is not None]
+    return [a for a in got if a is not None]
 
 
 def test_several_choices_of_one_prompt(served: Served, stock: Server) -> None:
@@ -162,7 +162,8 @@ def test_streams_add_up_to_the_whole_answer(served: Served, stock: Server) -> No
         async with httpx.AsyncClient(base_url=served.server.url, timeout=120) as client:
             return list(await asyncio.gather(*(stream(client, b) for b in bodies)))
 
-    bodies = [Job(tuple(p), greedy()).body for p in PROMPTS]
+    # Long ones: a process that is kept waiting sends only the newest of what it was told.
+    bodies = [Job(tuple(p), greedy(max_new_tokens=200)).body for p in PROMPTS]
     for texts, body in zip(asyncio.run(all_streams(bodies)), bodies, strict=True):
         assert len(texts) > 3, "the answer did not come in pieces"
         assert all(b.startswith(a.rstrip("\N{REPLACEMENT CHARACTER}")) for a, b in itertools.pairwise(texts))
@@ -170,7 +171,7 @@ def test_streams_add_up_to_the_whole_answer(served: Served, stock: Server) -> No
 
 
 def test_openai_stream_increments_concatenate(served: Served) -> None:
-    body = {"model": "m", "prompt": "the quick brown", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    body = {"model": "m", "prompt": "the quick", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     whole = served.server.post("/v1/completions", body).json()["choices"][0]["text"]
     parts = []
     with httpx.stream(
@@ -180,46 +181,6 @@ def test_openai_stream_increments_concatenate(served: Served) -> None:
             if line.startswith("data:") and "[DONE]" not in line:
                 parts += [c["text"] for c in json.loads(line[5:])["choices"]]
     assert "".join(parts) == whole and len(parts) > 2
-
-
-# -- structured output -----------------------------------------------------------------------
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"enum": ["fox", "dog"]}, "count": {"type": "integer"}, "ok": {"type": "boolean"}},
-    "required": ["name", "count", "ok"],
-    "additionalProperties": False,
-}
-GRAMMARS = [
-    {"json_schema": json.dumps(SCHEMA)},
-    {"regex": r"(yes|no|maybe), [0-9]{2,4}\."},
-    {"ebnf": 'root ::= "a" | "b" root'},
-]
-
-
-def test_structured_output_among_ordinary_requests(served: Served, stock: Server) -> None:
-    jobs = []
-    for prompt in PROMPTS:
-        jobs += [Job(tuple(prompt), greedy(**g, max_new_tokens=60, ignore_eos=False)) for g in GRAMMARS]
-        jobs += [Job(tuple(prompt), greedy()), Job(tuple(prompt), greedy(presence_penalty=0.8))]
-    answers = assert_equal_answers(served.server, stock, jobs)
-    finished = 0
-    for job, answer in zip(jobs, answers, strict=True):
-        if answer["meta_info"]["finish_reason"]["type"] != "stop":
-            continue
-        finished += 1
-        if "json_schema" in job.params:
-            assert set(json.loads(answer["text"])) == {"name", "count", "ok"}
-        elif "regex" in job.params:
-            assert re.fullmatch(job.params["regex"], answer["text"])
-    assert finished > 3
-
-
-def test_sampled_structured_output_is_valid(served: Served) -> None:
-    params: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 60, **GRAMMARS[1]}
-    answers = run_jobs(served.server, [Job(tuple(p), params) for p in PROMPTS for _ in range(4)])
-    for answer in answers:
-        assert answer is not None and re.fullmatch(params["regex"], answer["text"]), answer
 
 
 def test_the_grammar_of_an_aborted_request_harms_nobody(served: Served, stock: Server) -> None:
