@@ -53,4 +53,4 @@ def test_drawn_requests_end_nothing(attacked: Server, schema: Schema) -> None:
 @pytest.mark.parametrize("number", range(1, 21))
 def test_twenty_thousand_drawn_requests_end_nothing(attacked: Server, schema: Schema, number: int) -> None:
     seen = attack(attacked, drawn(schema, CHUNK, number))
-    assert sum(seen.values()) >= CHUNK
+    assert seen[400] > CHUNK / 4 and seen[200] > CHUNK / 20, seen
