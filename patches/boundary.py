@@ -189,13 +189,18 @@ def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:
 
 
 def _check_logprobs(obj: Any, prompt: int, context: int) -> None:
-    """``obj``: one normalized request of ``prompt`` tokens."""
+    """``obj``: one normalized request of ``prompt`` tokens. Only the scheduler knows what came before them in
+    a session, so where the prompt's log probabilities are asked for, prompt and answer fill the context."""
     start, asked = obj.logprob_start_len, obj.sampling_params.get("max_new_tokens", _usual_tokens())
-    told = 0 if start is None or start < 0 else max(0, prompt - start)
+    of_prompt = start is not None and start >= 0
+    after_others = of_prompt and bool(getattr(obj, "session_params", None))
+    if after_others:
+        prompt = context
+    told = max(0, prompt - start) if of_prompt else 0
     left = max(0, context - prompt)
     new = left if asked is None else min(asked, left)
     each = 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ())
-    held = check_logprobs(told, new, each, repeated=_repeats.get())
+    held = check_logprobs(told, new, each, repeated=_repeats.get(), after_others=after_others)
     so_far = _logprobs.get([0])
     so_far[0] += held * (obj.sampling_params.get("n") or 1)
     check_all_logprobs(so_far[0])

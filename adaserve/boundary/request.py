@@ -227,13 +227,16 @@ def check_prompt(tokens: int, logprob_start_len: int | None, continues: bool) ->
         )
 
 
-def check_logprobs(prompt: int, new: int, each: int, *, repeated: bool = False) -> int:
+def check_logprobs(
+    prompt: int, new: int, each: int, *, repeated: bool = False, after_others: bool = False
+) -> int:
     """Log probabilities that an answer holds: at positions of the prompt whose log probabilities are asked
     for and at tokens that may be generated, ``each`` of them. ``repeated``: every output of it holds those
-    before it.
+    before it. ``after_others``: the prompt continues a session and counts as the whole context.
 
     Raises RequestError."""
     total = (prompt + new) * each
+    of_prompt = "a session's prompt, which counts as the whole context," if after_others else "the prompt,"
     if repeated and total > MAX_REPEATED_LOGPROBS:
         raise RequestError(
             "each output of this stream repeats all log probabilities, so prompt and answer may have at most "
@@ -241,7 +244,7 @@ def check_logprobs(prompt: int, new: int, each: int, *, repeated: bool = False) 
             "without stream, on /v1, and on a server with --incremental-streaming-output"
         )
     for what, positions, most in (
-        ("the prompt, from logprob_start_len on,", prompt, MAX_PROMPT_LOGPROBS),
+        (f"{of_prompt} from logprob_start_len on,", prompt, MAX_PROMPT_LOGPROBS),
         ("what may be generated, up to max_new_tokens,", new, MAX_LOGPROBS),
     ):
         if positions * each > most:

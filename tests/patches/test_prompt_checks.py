@@ -25,7 +25,7 @@ def check(prompt: int, params: dict[str, Any], **fields: Any) -> None:
         "token_ids_logprob": None,
         "return_logprob": True,
     }
-    obj = SimpleNamespace(sampling_params=params, session_params=None, **{**unset, **fields})
+    obj = SimpleNamespace(sampling_params=params, **{"session_params": None, **unset, **fields})
     _check_tokens(manager, obj, [5] * prompt)
 
 
@@ -51,6 +51,25 @@ def test_usual_ones_are_not() -> None:
     check(8000, {"max_new_tokens": 100}, top_logprobs_num=1024)
     check(10, {}, top_logprobs_num=1024)  # 128 tokens, as SGLang has it
     check(10, {"max_new_tokens": 1 << 30}, top_logprobs_num=20, token_ids_logprob=[5, 6])
+
+
+TURN = {"session_params": {"id": "s"}}
+
+
+def test_what_came_before_in_a_session_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang puts it in front of a turn of few tokens, and takes logprob_start_len over all of them."""
+    few: dict[str, Any] = {"max_new_tokens": 1}
+    with pytest.raises(RequestError, match="a session's prompt, .* got 1025 at each of 8192 tokens"):
+        check(5, few, logprob_start_len=0, top_logprobs_num=1024, **TURN)
+    check(5, few, logprob_start_len=0, top_logprobs_num=1024)
+    check(5, few, logprob_start_len=0, top_logprobs_num=20, **TURN)
+    check(5, few, logprob_start_len=8000, top_logprobs_num=1024, **TURN)
+    check(5, few, logprob_start_len=-1, top_logprobs_num=1024, **TURN)
+    repeats = contextvars.ContextVar("repeats", default=True)
+    monkeypatch.setattr("adaserve.patches.boundary._repeats", repeats)
+    with pytest.raises(RequestError, match="65536, got 9 at each of 8192 tokens; more are possible"):
+        check(5, few, logprob_start_len=0, top_logprobs_num=8, **TURN)
+    check(5, few, logprob_start_len=0, top_logprobs_num=6, **TURN)
 
 
 def test_a_stream_that_repeats_them_holds_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
