@@ -9,11 +9,14 @@ refused. Once it is queued, or in any other place, an exception still ends the s
 be wrong.
 
 SGLang aborts by prefix: when the client of request ``a`` hangs up, every request whose id starts with ``a``
-would end. Here only ``a`` does, and ``a_0``, ``a_1``, ... which SGLang itself makes of a batch.
+would end. Here only ``a`` does. SGLang makes ``a_0``, ``a_1``, ... of a batch ``a``. With one HTTP process
+each of them is aborted by its own id. With several, an abort of ``a`` may come through one that does not know
+the batch, so there it ends them as well.
 
 SGLang keeps as many open sessions as anybody cares to open, and every turn of theirs with its whole history.
-Here the number of both is limited. The turns behind one that is replaced it drops one inside the other, which
-Python ends after a thousand.
+Here the number of both is limited. A turn that takes the id of another one hides it from this count, but its
+followers keep it alive; so ids of turns are taken once. The turns behind one that is replaced it drops one
+inside the other, which Python ends after a thousand. Why a session is not opened it does not tell the client.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from weakref import WeakValueDictionary
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.boundary import RequestError
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
@@ -56,6 +60,8 @@ def register() -> None:
     sessions = "sglang.srt.session.session_controller"
     hook(f"{sessions}.SessionController.open", _open_session, HookType.AROUND)
     hook(f"{sessions}.SessionReqNode.clear", drop, HookType.REPLACE)
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hook(f"{manager}._handle_open_session_req_output", _tell_why, HookType.BEFORE)
 
 
 def known_requests(scheduler: Any) -> WeakValueDictionary[str, Any]:
@@ -110,21 +116,8 @@ def _note_turn(scheduler: Any, rid: str) -> None:
 def _take_in(original: Callable[..., None], self: Any, recv_req: Any, **more: Any) -> None:
     if not is_ours(self.spec_algorithm):
         return original(self, recv_req, **more)
-    if is_live(self, recv_req.rid):
-        return _refuse(
-            self,
-            recv_req,
-            HTTPStatus.BAD_REQUEST,
-            f"rid {recv_req.rid!r} belongs to a request that still runs",
-        )
-    continues = recv_req.session_params is not None
-    if continues and not has_room(self, time.monotonic()):
-        return _refuse(
-            self,
-            recv_req,
-            HTTPStatus.BAD_REQUEST,
-            f"the sessions that are open hold {MAX_SESSION_TOKENS} tokens, which is the most: close some",
-        )
+    if why := _why_not(self, recv_req):
+        return _refuse(self, recv_req, HTTPStatus.BAD_REQUEST, why)
     try:
         original(self, recv_req, **more)
     except Exception:
@@ -134,9 +127,26 @@ def _take_in(original: Callable[..., None], self: Any, recv_req: Any, **more: An
         return _refuse(
             self, recv_req, HTTPStatus.INTERNAL_SERVER_ERROR, "the scheduler could not accept this request"
         )
-    if continues:
+    if recv_req.session_params is not None:
         _note_turn(self, recv_req.rid)
     return None
+
+
+def _why_not(scheduler: Any, recv_req: Any) -> str:
+    """Why a request is refused; empty where it is not."""
+    if is_live(scheduler, recv_req.rid):
+        return f"rid {recv_req.rid!r} belongs to a request that still runs"
+    if recv_req.session_params is None:
+        return ""
+    session = scheduler.session_controller.sessions.get(recv_req.session_params.id)
+    if session is not None and not session.streaming and recv_req.rid in session.req_nodes:
+        return (
+            f"rid {recv_req.rid!r} belongs to an earlier turn of this session: give each turn a rid of its "
+            "own, or none"
+        )
+    if not has_room(scheduler, time.monotonic()):
+        return f"the sessions that are open hold {MAX_SESSION_TOKENS} tokens, which is the most: close some"
+    return ""
 
 
 def _refuse(scheduler: Any, recv_req: Any, status: HTTPStatus, message: str) -> None:
@@ -148,12 +158,21 @@ def _refuse(scheduler: Any, recv_req: Any, status: HTTPStatus, message: str) -> 
 
 
 def _open_session(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """The reason travels as the output's ``rid``, which nothing else uses."""
     from sglang.srt.managers.io_struct import OpenSessionReqOutput
 
     if len(self.sessions) < MAX_SESSIONS:
         return original(self, recv_req)
     logger.warning("AdaServe: session %r is refused: %s are open", recv_req.session_id, MAX_SESSIONS)
-    return OpenSessionReqOutput(session_id=recv_req.session_id, success=False)
+    why = f"{MAX_SESSIONS} sessions are open, which is the most: close some, or give them a timeout"
+    return OpenSessionReqOutput(session_id=recv_req.session_id, success=False, rid=why)
+
+
+def _tell_why(self: Any, recv_obj: Any) -> None:
+    """In the HTTP process: ``/open_session`` answers 400 with the reason, where the scheduler gave one."""
+    future = self.session_futures.get(recv_obj.session_id)
+    if not recv_obj.success and recv_obj.rid and future is not None and not future.done():
+        future.set_exception(RequestError(recv_obj.rid))
 
 
 def drop(self: Any, req_dict: dict[str, Any]) -> None:
@@ -169,15 +188,17 @@ def drop(self: Any, req_dict: dict[str, Any]) -> None:
 def _abort(original: Callable[..., None], self: Any, recv_req: Any) -> None:
     if recv_req.abort_all or not is_ours(self.spec_algorithm):
         return original(self, recv_req)
-    others = [req for rid, req in known_requests(self).items() if _only_a_prefix(recv_req.rid, rid)]
+    batches = self.server_args.tokenizer_worker_num > 1
+    others = [req for rid, req in known_requests(self).items() if _only_a_prefix(recv_req.rid, rid, batches)]
     with _hidden(others):
         return original(self, recv_req)
 
 
-def _only_a_prefix(wanted: str, rid: str) -> bool:
-    """Whether ``rid`` starts with ``wanted`` and names another request."""
+def _only_a_prefix(wanted: str, rid: str, batches: bool) -> bool:
+    """Whether ``rid`` starts with ``wanted`` and names another request. ``batches``: ``wanted`` may also be
+    that of a whole batch."""
     rest = rid.removeprefix(wanted) if rid.startswith(wanted) else ""
-    return rest != "" and not (rest[0] == "_" and rest[1:].isdecimal())
+    return rest != "" and not (batches and rest[0] == "_" and rest[1:].isdecimal())
 
 
 @contextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import OpenSessionReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.session.session_controller import Session, SessionController, SessionReqNode
 
+from adaserve.boundary import RequestError
 from adaserve.patches import scheduler_guard
 
 
@@ -16,13 +19,31 @@ def test_there_is_a_most_of_open_sessions(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(scheduler_guard, "MAX_SESSIONS", 2)
     sessions = SessionController(tree_cache=None)  # closing would ask the cache; nothing here does
 
-    def opened(name: str) -> bool:
+    def opened(name: str) -> Any:
         asked = OpenSessionReqInput(capacity_of_str_len=100, session_id=name)
-        return bool(scheduler_guard._open_session(SessionController.open, sessions, asked).success)
+        return scheduler_guard._open_session(SessionController.open, sessions, asked)
 
-    assert opened("a") and opened("b") and not opened("c")
+    assert opened("a").success and opened("b").success and "2 sessions are open" in answered(opened("c"))
     del sessions.sessions["a"]
-    assert opened("c")
+    assert answered(opened("c")) == "c"
+    del sessions.sessions["b"]
+    assert answered(opened("c")) == "None", "SGLang has a sentence of its own for that"
+
+
+def answered(output: Any) -> str:
+    """What the HTTP process makes of a scheduler's answer: the session, or the reason."""
+
+    async def wait() -> str:
+        waiting: asyncio.Future[str | None] = asyncio.Future()
+        manager = SimpleNamespace(session_futures={output.session_id: waiting})
+        scheduler_guard._tell_why(manager, output)
+        TokenizerManager._handle_open_session_req_output(manager, output)
+        try:
+            return str(await waiting)
+        except RequestError as error:
+            return str(error)
+
+    return asyncio.run(wait())
 
 
 class Scheduler:
@@ -32,7 +53,9 @@ class Scheduler:
         self.spec_algorithm, self.waiting_queue, self.chunked_req = "ADASERVE", [], None
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.turns: dict[str, Any] = {}
-        self.session_controller = SimpleNamespace(sessions={"s": SimpleNamespace(req_nodes=self.turns)})
+        self.session = SimpleNamespace(req_nodes=self.turns, streaming=False)
+        self.session_controller = SimpleNamespace(sessions={"s": self.session})
+        self.server_args = SimpleNamespace(tokenizer_worker_num=1)
         self.refused: list[str] = []
 
     def collect_inflight_reqs(self) -> set[Any]:
@@ -78,6 +101,16 @@ def test_there_is_a_most_that_sessions_keep(monkeypatch: pytest.MonkeyPatch) -> 
     assert scheduler.take_in("again", 500)
 
 
+def test_a_turn_hides_no_other_one() -> None:
+    """SGLang would find the newer one by the id of both, and keep the older one all the same."""
+    scheduler = Scheduler()
+    assert scheduler.take_in("x", 500) and not scheduler.take_in("x", 500)
+    assert "earlier turn of this session" in scheduler.refused[0]
+    assert scheduler.take_in("y", 500) and scheduler.take_in("x", 500, session=None)
+    scheduler.session.streaming = True  # these keep their last turn only
+    assert scheduler.take_in("x", 500)
+
+
 TURNS = 3000
 """More than Python calls one inside the other."""
 
@@ -109,8 +142,11 @@ class Asked(SimpleNamespace):
         return None
 
 
-def test_an_abort_hides_other_requests_only_while_it_looks() -> None:
+@pytest.mark.parametrize(("workers", "ended"), [(1, ["a"]), (2, ["a", "a_0"])])
+def test_an_abort_hides_other_requests_only_while_it_looks(workers: int, ended: list[str]) -> None:
+    """Where one HTTP process knows all ids, ``a_0`` may be anybody's."""
     scheduler = Scheduler()
+    scheduler.server_args.tokenizer_worker_num = workers
     running = {rid: Turn(rid=rid) for rid in ("a", "a_0", "ab", "b")}
     scheduler_guard.known_requests(scheduler).update(running)
 
@@ -119,5 +155,5 @@ def test_an_abort_hides_other_requests_only_while_it_looks() -> None:
 
     met: list[str] = []
     scheduler_guard._abort(matching, scheduler, SimpleNamespace(rid="a", abort_all=False))
-    assert met == ["a", "a_0"]
+    assert met == ended
     assert [req.rid for req in running.values()] == list(running)
