@@ -15,6 +15,7 @@ themselves; here the other routes do too, so that a refusal is a status and not 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
@@ -277,12 +278,27 @@ async def _ollama(
 async def _ollama_stream(
     original: Callable[..., Awaitable[Any]], self: Any, obj: Any, request: Any, *rest: Any
 ) -> Any:
+    manager = self.tokenizer_manager
     try:
-        if applies(self.tokenizer_manager.server_args):
-            await start(self.tokenizer_manager, obj, request)
+        if applies(manager.server_args):
+            await start(manager, obj, request)
+            outputs = vars(obj)[_FIRST]
+            setattr(obj, _FIRST, _text_before_the_end(outputs, not manager.incremental_streaming_output))
     except ValueError as error:
         return refusal(str(error))
     return await original(self, obj, request, *rest)
+
+
+async def _text_before_the_end(outputs: AsyncIterator[Any], repeated: bool) -> AsyncIterator[Any]:
+    """What SGLang's streams for Ollama are made of. They leave the text of the last output out, and take each
+    output for all of the text so far. ``repeated``: whether it is, rather than what is new."""
+    text = ""
+    async with aclosing(outputs):  # type: ignore[type-var]
+        async for out in outputs:
+            text = out.get("text", "") if repeated else text + out.get("text", "")
+            if out["meta_info"].get("finish_reason") is not None:
+                yield {**out, "text": text, "meta_info": {**out["meta_info"], "finish_reason": None}}
+            yield {**out, "text": text}
 
 
 def _ollama_options(params: dict[str, Any], self: Any, options: Any = None) -> None:

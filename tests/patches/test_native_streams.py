@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import HTTPException, Request
 from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.entrypoints.request_headers import apply_header_overrides
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from adaserve.patches.boundary import _every_request, _ollama_options, native_response
+from adaserve.patches.boundary import _FIRST, _every_request, _ollama_options, _ollama_stream, native_response
 
 
 def test_headers_that_override_fields_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +63,39 @@ def test_a_server_that_stops_takes_no_more_requests(algorithm: str | None, taken
         with pytest.raises(HTTPException, match="503: this server is stopping"):
             asyncio.run(first())
     assert bool(asked) == taken
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("route", ["chat", "generate"])
+def test_a_stream_for_ollama_holds_the_whole_text(incremental: bool, route: str) -> None:
+    """SGLang drops what comes with the end: several tokens, where several are accepted at once."""
+    parts = ["the quick", " fox", " jumps over"]
+
+    async def generate(obj: Any, _: Any) -> Any:
+        if (outputs := vars(obj).pop(_FIRST, None)) is not None:
+            async for out in outputs:
+                yield out
+            return
+        for i, part in enumerate(parts):
+            reason = {"type": "length"} if i == len(parts) - 1 else None
+            text = part if incremental else "".join(parts[: i + 1])
+            yield {"text": text, "meta_info": {"finish_reason": reason}}
+
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
+        incremental_streaming_output=incremental,
+        generate_request=generate,
+    )
+    original = getattr(OllamaServing, f"_stream_{route}_response")
+
+    async def streamed() -> list[dict[str, Any]]:
+        obj = GenerateReqInput(text="a", stream=True)
+        response = await _ollama_stream(original, OllamaServing(manager), obj, None, "m")
+        return [json.loads(line) async for line in response.body_iterator]
+
+    events = asyncio.run(streamed())
+    texts = [e["message"]["content"] if route == "chat" else e["response"] for e in events]
+    assert texts == [*parts, ""] and [e["done"] for e in events] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(("asked", "tokens"), [(-1, None), (-2, None), (7, 7), (-3, -3)])
