@@ -38,8 +38,11 @@ class Shedder:
         self._left = MOST_JUDGED
         refused: list[tuple[Any, Refusal]] = []
         staying: list[Any] = []
+        ahead = replace(load, waiting=staying)  # which grows as the queue is gone through
         for req in load.waiting:
-            refusal = None if req.output_ids else self._judge(req, replace(load, waiting=staying), now_s)
+            if not self._left:
+                break
+            refusal = None if req.output_ids else self._judge(req, ahead, now_s)
             if refusal is None:
                 staying.append(req)
             else:
@@ -50,9 +53,12 @@ class Shedder:
     def _judge(self, req: Any, ahead: Load, now_s: float) -> Refusal | None:
         """``ahead``: the queue before the request."""
         slo = self._ledger.slo(req)
+        judged = req in self._judged
+        if math.isinf(slo.ttft_s) and (judged or self._classes.get(slo.slo_class).running_share >= 1.0):
+            return None
         waited_s = now_s - self._ledger.arrival_s(req)
         expired = waited_s > slo.ttft_s
-        if not self._left or (req in self._judged and not expired):
+        if judged and not expired:
             return None
         self._left -= 1
         self._judged.add(req)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import HTTPException
 
+from adaserve.engine import shedding
 from adaserve.engine.shedding import MOST_JUDGED, Shedder
 from adaserve.patches import load_headers
 from adaserve.patches.load_headers import LoadHeaders, as_json, as_text, orca_metrics
@@ -77,6 +79,24 @@ def test_a_prediction_is_made_once_but_time_passes() -> None:
     judge, waiting = shedder([0.5, 99.0]), load([Request(ttft_s=1.0)])
     assert refused(judge, waiting) == [] and refused(judge, waiting) == []
     assert refused(judge, waiting, NOW + 1.1) == [("rejected-ttl-expired", 60)]
+
+
+def test_nothing_is_predicted_where_nothing_could_be_refused() -> None:
+    """Neither late nor over a share: such requests leave the predictions of an iteration to others."""
+    judge = shedder(2.5)
+    others = [Request() for _ in range(MOST_JUDGED)]
+    assert refused(judge, load([*others, Request(ttft_s=1.0)])) == [("rejected-saturated", 2)]
+
+
+def test_the_queue_is_gone_through_until_nobody_can_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the load is taken once, however many wait."""
+    books, taken = Books(), []
+    monkeypatch.setattr(shedding, "replace", lambda *a, **k: taken.append(a) or replace(*a, **k))
+    asked: list[Request] = []
+    books.slo = lambda req: asked.append(req) or req.slo  # type: ignore[method-assign]
+    waiting = [Request(ttft_s=9.0) for _ in range(1000)]
+    assert refused(shedder(0.5, books), load(waiting)) == []
+    assert asked == waiting[:MOST_JUDGED] and len(taken) == 1
 
 
 def test_a_retracted_request_is_kept() -> None:
