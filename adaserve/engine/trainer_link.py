@@ -99,6 +99,7 @@ class TrainerLink:
         silent_s = 0.0 if self._asked_s is None else now_s - self._asked_s
         if silent_s > SILENT_S and not self._starves(silent_s):
             self._ended("hangs and was stopped", now_s)
+            return []  # a draft among it would lie in memory that is gone
         return said
 
     def _starves(self, seconds: float) -> bool:

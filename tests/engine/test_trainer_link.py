@@ -71,6 +71,18 @@ def test_one_that_hangs_is_stopped_and_there_is_an_end_to_it(link: TrainerLink) 
     assert link.is_over and link.look(False, now_s + 1e6, None) == []
 
 
+def test_what_a_hanging_one_said_last_is_dropped(link: TrainerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is gone: a draft cannot be read any more, and the learner would fail in SGLang's loop."""
+    link.look(False, 0.0, None)
+    ours, theirs = line()
+    monkeypatch.setattr(link, "_connection", ours)
+    assert link.pid is not None
+    stop(link.pid)
+    link.look(False, 0.0, None)  # asks
+    send(theirs, Candidate(1, 7, 1.5, 1.4, Correction()))
+    assert link.look(False, SILENT_S + 1, None) == [] and link.weights is None
+
+
 def test_one_that_says_nonsense_is_replaced(
     link: TrainerLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
