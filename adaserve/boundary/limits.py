@@ -40,8 +40,10 @@ MAX_BATCH = 4096
 """Answers of one request: its prompts, times ``n``. Each is several objects from the start."""
 
 MAX_STOPS = 32
-MAX_STOP_CHARACTERS = 4096
-"""Of all texts together that end an answer."""
+MAX_STOP_CHARACTERS = 512
+"""Of all texts together that end an answer. Where 4 tokens are accepted at once, to look for one of 4096
+characters took 4 ms of every iteration, and 0.5 ms for one of 512."""
+
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 MAX_SCHEMA_CHARACTERS = 1 << 19
 """A hundred tools with their descriptions have some 100,000; schemas of Kubernetes have up to 400,000."""

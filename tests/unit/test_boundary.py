@@ -359,7 +359,7 @@ def test_a_structural_tag_of_ordinary_parts_passes() -> None:
         ({"text": ["a"] * 65_000, "sampling_params": {"n": 128}}, "at most 4096 answers"),
         ({"input_ids": [[1]] * 4097}, "at most 4096 answers"),
         ({"text": ["a"] * 40, "sampling_params": [{}] * 39 + [{"n": 128}]}, "at most 4096 answers"),
-        ({"input_ids": [1], "sampling_params": {"stop": ["x" * 200] * 30}}, "at most 4096 characters in all"),
+        ({"input_ids": [1], "sampling_params": {"stop": ["x" * 20] * 30}}, "at most 512 characters in all"),
         (
             {"input_ids": [1], "sampling_params": {"stop_regex": ["[a-z]{1,50}[.]{0,9}"] * 3}},
             "at most 1000 ways",
