@@ -1,7 +1,8 @@
 """Fields of other servers that change an answer, and that SGLang ignores.
 
 A client that asks for JSON by vLLM's ``guided_json`` would get any text, and take it for JSON. So such fields
-are refused, in a sentence that says what to use. What changes only speed or bookkeeping is ignored.
+are refused, in a sentence that says what to use. What changes only speed or bookkeeping is ignored. But what
+asks AdaServe for a speed, or forbids it to learn, is refused where it would not be read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,16 @@ from adaserve.boundary.errors import RequestError
 from adaserve.boundary.request import EACH, WHOLE
 from adaserve.boundary.sampling import FIELDS
 from adaserve.boundary.values import is_integer
+from adaserve.slo.resolve import (
+    BODY_KEYS,
+    HEADER_CLASS,
+    HEADER_LEARN,
+    HEADER_SPECULATION,
+    HEADER_TPOT,
+    HEADER_TTFT,
+    LEARN_KEY,
+    SPECULATION_KEY,
+)
 
 CONSTRAINTS = (
     "ebnf", "format", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
@@ -76,13 +87,29 @@ _OWN: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
 }
 """Route -> its names for the longest answer -> other routes' names for what it knows -> its own."""
 
+_WISHES = (*BODY_KEYS, SPECULATION_KEY, LEARN_KEY)
+"""What ``custom_params`` may hold of ours. No route reads it anywhere else."""
+
+_HEADERS = ", ".join((HEADER_CLASS, HEADER_TPOT[0], HEADER_TTFT[0], HEADER_SPECULATION, HEADER_LEARN))
+_IN_HEADERS = f"use the headers {_HEADERS}"
+_IN_PARAMS = {
+    **dict.fromkeys(("/v1/chat/completions", "/invocations", "/v1/completions"), "put it into custom_params"),
+    "/generate": "put it into custom_params of sampling_params",
+}
+_NO_PARAMS = ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
+"""Routes that read neither ``custom_params`` nor ``nvext``."""
+
 _OF_SAMPLING = FIELDS.keys() - EACH.keys() - WHOLE.keys()
 
 
 def require_served(body: Mapping[str, Any], path: str) -> None:
     """Raises RequestError for a field that asks the route at ``path`` for something that it would not do.
 
-    false, 0 and what is empty ask for nothing, but a sampling parameter in the wrong place does."""
+    false, 0 and what is empty ask for nothing, but a sampling parameter or a wish in the wrong place does."""
+    unread = (*_WISHES, "custom_params", "nvext") if path in _NO_PARAMS else _WISHES
+    for name in unread:
+        if body.get(name) is not None:
+            raise RequestError(f"{name} is not read here: {_IN_PARAMS.get(path, _IN_HEADERS)}")
     if path == "/generate":
         for name in _OF_SAMPLING & body.keys():
             if body[name] is not None:

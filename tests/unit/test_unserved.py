@@ -65,6 +65,37 @@ def test_what_would_be_ignored_is_refused(path: str, field: dict[str, Any], use:
 
 
 @pytest.mark.parametrize(
+    ("path", "field", "use"),
+    [
+        (CHAT, {"slo_class": "chat"}, "slo_class is not read here: put it into custom_params"),
+        (COMPLETIONS, {"slo_tpot_ms": 40}, "slo_tpot_ms is not read here: put it into custom_params"),
+        ("/invocations", {"slo_ttft_ms": 0}, "slo_ttft_ms is not read here: put it into custom_params"),
+        (GENERATE, {"adaserve_learn": False}, "adaserve_learn is not read here: put it into custom_params o"),
+        (GENERATE, {"custom_params": {}}, "custom_params is not served here: put it into sampling_params"),
+        (CHAT, {"adaserve_speculation": 0}, "adaserve_speculation is not read here: put it into custom_p"),
+        (RESPONSES, {"adaserve_learn": False}, "adaserve_learn is not read here: use the headers x-slo"),
+        (RESPONSES, {"custom_params": {"slo_tpot_ms": 40}}, "custom_params is not read here: use the h"),
+        (MESSAGES, {"nvext": {"router": {"itl_target": 40}}}, "nvext is not read here: use the headers"),
+        ("/api/chat", {"custom_params": {"adaserve_learn": False}}, "custom_params is not read here: use th"),
+        ("/api/generate", {"nvext": {}}, "nvext is not read here: use the headers"),
+        ("/v1/score", {"slo_class": "chat"}, "slo_class is not read here: use the headers x-slo-class"),
+    ],
+)  # fmt: skip
+def test_wishes_are_stated_where_they_are_read(path: str, field: dict[str, Any], use: str) -> None:
+    """Or a draft learns from what it must not, and a request gets another speed than it asks for."""
+    with pytest.raises(RequestError) as error:
+        require_served({"model": "m", **field}, path)
+    assert str(error.value).startswith(use)
+    require_served({"model": "m", **dict.fromkeys(field)}, path)
+
+
+@pytest.mark.parametrize("name", ["custom_params", "nvext"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/invocations"])
+def test_wishes_are_served_where_they_are_read(path: str, name: str) -> None:
+    require_served({name: {"slo_tpot_ms": 40, "adaserve_learn": False}}, path)
+
+
+@pytest.mark.parametrize(
     ("path", "fields"),
     [
         (CHAT, {"response_format": {"type": "json_object"}, "regex": None, "metadata": {"a": "b"}}),
@@ -95,6 +126,7 @@ def test_what_is_served_or_harmless_is_not(path: str, fields: dict[str, Any]) ->
 )  # fmt: skip
 def test_nothing_is_refused_that_sglang_serves(path: str, model: type[BaseModel]) -> None:
     names = model.model_fields.keys()
+    assert "custom_params" not in names or path in (CHAT, COMPLETIONS)
     for name in {*CONSTRAINTS, *INSTEAD} & names:
         require_served({name: "x"}, path)
     lengths, others = _OWN[path]
