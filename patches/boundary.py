@@ -85,6 +85,7 @@ def register() -> None:
     hook(f"{responses}._generate_with_builtin_tools", _keep_made, HookType.BEFORE)
     hook(f"{responses}.create_responses", _responses_stream, HookType.AROUND)
     hook(f"{responses}._make_request", _without_a_traceback, HookType.AROUND)
+    hook(f"{responses}.responses_full_generator", _responses_status, HookType.AROUND)
     detokenize = f"{openai}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request"
     hook(detokenize, _detokenize, HookType.AROUND)
     hook("sglang.srt.entrypoints.api_contract.generate_contract_error", _name_the_field, HookType.AROUND)
@@ -384,6 +385,20 @@ async def _responses_stream(
         except ValueError as error:
             return self.create_error_response(str(error))
     return response
+
+
+async def _responses_status(
+    original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """SGLang makes 400 of every error, also where a request was shed (429) or the server stops (503). OpenAI's
+    other routes say the status as its type, too."""
+    try:
+        return await original(self, *args, **kwargs)
+    except HTTPException as error:
+        if not applies(self.tokenizer_manager.server_args):
+            raise
+        status = error.status_code
+        return self.create_error_response(error.detail, err_type=str(status), status_code=status)
 
 
 async def _without_a_traceback(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,8 @@ def complete(
     body["prompt"] = "import os\n"
     if path == "/generate":
         body = {"text": "import os\n", "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
+    if path == "/v1/responses":
+        body = {"model": MODEL, "input": "import os\n", "max_output_tokens": tokens, "temperature": 0}
     body["stream"] = stream
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return httpx.post(url + path, json=body, headers=named, timeout=120)
@@ -112,7 +114,8 @@ def test_predictions_are_compared_with_what_was_delivered(small: ServerProcess) 
 
 
 def test_a_lost_ttft_slo_is_answered_with_429(small: ServerProcess) -> None:
-    routes = [(path, stream) for path in ("/v1/completions", "/generate") for stream in (False, True)]
+    paths = ("/v1/completions", "/v1/responses", "/generate")
+    routes = [(path, stream) for path in paths for stream in (False, True)]
     with Background(small.url, *["chat"] * SLOTS):
         for path, stream in routes:
             answer = complete(small.url, 4, path, stream, x_slo_ttft_ms="300")

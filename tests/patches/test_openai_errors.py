@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 from fastapi.responses import JSONResponse, Response
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 
-from adaserve.patches.boundary import _grammar_of_tools, _keep_converted
+from adaserve.patches.boundary import _grammar_of_tools, _keep_converted, _responses_status
 from adaserve.patches.openai_errors import in_shape
 
 FLAT = {
@@ -27,6 +30,29 @@ def test_an_error_gets_the_shape_and_the_names_of_openai() -> None:
     assert json.loads(answer.body) == {"error": error}
     assert answer.headers["content-length"] == str(len(answer.body)) and answer.headers["retry-after"] == "1"
     assert json.loads(in_shape(answer, {"max_tokens"}, ()).body) == {"error": error}
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_response_that_is_not_made_has_the_status_of_its_error(status: int) -> None:
+    """SGLang says 400: that the client is to blame, and must not try again."""
+
+    async def fails() -> Any:
+        raise HTTPException(status, "late")
+        yield
+
+    def serving(algorithm: str | None) -> OpenAIServingResponses:
+        made = OpenAIServingResponses.__new__(OpenAIServingResponses)
+        args = SimpleNamespace(speculative_algorithm=algorithm)
+        made.tokenizer_manager = SimpleNamespace(server_args=args)
+        return made
+
+    original = OpenAIServingResponses.responses_full_generator
+    unused: Any = (None, None, fails(), None, "m", None, None)
+    answer = asyncio.run(_responses_status(original, serving("ADASERVE"), *unused, require_reasoning=False))
+    assert answer.status_code == status and json.loads(answer.body)["error"]["message"] == "late"
+    unused = (None, None, fails(), None, "m", None, None)
+    with pytest.raises(HTTPException):
+        asyncio.run(_responses_status(original, serving(None), *unused, require_reasoning=False))
 
 
 def test_an_error_of_anthropic_keeps_its_shape() -> None:
