@@ -95,6 +95,7 @@ MODULES = {
         "scheduler_guard",
         "stop_strings",
         "grammar_memory",
+        "grammar_polls",
         "grammar_errors",
         "grammar_time",
         "dead_ends",

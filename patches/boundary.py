@@ -390,8 +390,8 @@ async def _responses_stream(
 async def _responses_status(
     original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """SGLang makes 400 of every error, also where a request was shed (429) or the server stops (503). OpenAI's
-    other routes say the status as its type, too."""
+    """SGLang makes 400 of every error, also where a request was shed (429) or the server stops (503). As on
+    OpenAI's other routes, the error's type is the status."""
     try:
         return await original(self, *args, **kwargs)
     except HTTPException as error:

@@ -130,6 +130,8 @@ TARGETS = {
         "method", "path", "authorization_header", "api_key", "admin_api_key", "auth_level",
     ],
     "sglang.srt.utils.common.add_prometheus_middleware": ["app"],
+    "sglang.srt.constrained.grammar_manager.GrammarManager.get_ready_grammar_requests": ["self"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_open_session_req_output": ["self", "recv_obj"],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     "sglang.srt.session.session_controller.SessionReqNode.clear": ["self", "req_dict"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
@@ -157,6 +159,7 @@ TARGETS = {
     ],
     f"{OPENAI}.serving_decisions._encode_all": ["encoded"],
     f"{OPENAI}.serving_responses.OpenAIServingResponses._make_request": ["self", "request"],
+    f"{OPENAI}.serving_responses.OpenAIServingResponses.responses_full_generator": ["self", "request"],
     f"{OPENAI}.serving_responses.OpenAIServingResponses.__init__": ["self"],
     "sglang.srt.observability.http_request_metrics._get_fastapi_request_path": ["request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.collect_metrics": ["self", "state"],
@@ -409,9 +412,19 @@ def test_what_sglang_says_of_a_late_grammar() -> None:
 
     from adaserve.patches.grammar_memory import LATE
 
-    source = inspect.getsource(GrammarManager.get_ready_grammar_requests)
+    source = inspect.getsource(inspect.unwrap(GrammarManager.get_ready_grammar_requests))
     assert f'InvalidGrammarObject("{LATE}")' in source
     assert "self.cache[key] = value" in inspect.getsource(inspect.unwrap(BaseGrammarBackend.set_cache))
+
+
+def test_looks_for_grammars_are_counted_and_last_as_they_did() -> None:
+    """patches/grammar_polls.py makes them shorter and counts fewer."""
+    from sglang.srt.constrained.grammar_manager import GrammarManager
+
+    source = inspect.getsource(inspect.unwrap(GrammarManager.get_ready_grammar_requests))
+    assert source.count("grammar_wait_ct += 1") == 1
+    assert "< self.SGLANG_GRAMMAR_POLL_INTERVAL:" in source
+    assert "time.sleep(self.SGLANG_GRAMMAR_POLL_INTERVAL / 10)" in source
 
 
 def test_of_several_outputs_the_last_one_is_sent() -> None:

@@ -59,7 +59,7 @@ TURN = {"session_params": {"id": "s"}}
 def test_what_came_before_in_a_session_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang puts it in front of a turn of few tokens, and takes logprob_start_len over all of them."""
     few: dict[str, Any] = {"max_new_tokens": 1}
-    with pytest.raises(RequestError, match="a session's prompt, .* got 1025 at each of 8192 tokens"):
+    with pytest.raises(RequestError, match=r"a session's prompt, .* got 1025 at each of 8192 tokens"):
         check(5, few, logprob_start_len=0, top_logprobs_num=1024, **TURN)
     check(5, few, logprob_start_len=0, top_logprobs_num=1024)
     check(5, few, logprob_start_len=0, top_logprobs_num=20, **TURN)
