@@ -79,13 +79,13 @@ def _fits(schema: str, text: str) -> bool:
     return isinstance(value, dict) and set(value) == set(json.loads(schema)["required"])
 
 
-def differences(call: Call, answer: Answer, reference: Answer) -> list[str]:
+def differences(answer: Answer, reference: Answer) -> list[str]:
     """Where an answer is not what the unloaded server said without speculation."""
     if len(answer.choices) != len(reference.choices):
         return [f"{len(answer.choices)} sequences, not {len(reference.choices)}"]
     found = []
     for got, right in zip(answer.choices, reference.choices, strict=True):
-        if not _same_text(call, got, right):
+        if got.text != right.text:
             found.append(f"text {got.text!r}, not {right.text!r}")
         if None not in (got.token_ids, right.token_ids) and got.token_ids != right.token_ids:
             found.append(f"tokens {got.token_ids}, not {right.token_ids}")
@@ -95,15 +95,6 @@ def differences(call: Call, answer: Answer, reference: Answer) -> list[str]:
     if None not in (answer.tokens, reference.tokens) and answer.tokens != reference.tokens:
         found.append(f"{answer.tokens} tokens, not {reference.tokens}")
     return found
-
-
-def _same_text(call: Call, got: Choice, right: Choice) -> bool:
-    if not call.stream:
-        return got.text == right.text
-    if call.path in OLLAMA:
-        # SGLang leaves the last increment of these streams out.
-        return right.text.startswith(got.text)
-    return got.text == right.text
 
 
 def _logprob_differences(got: list[float] | None, right: list[float] | None) -> list[str]:

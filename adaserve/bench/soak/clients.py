@@ -183,7 +183,7 @@ class Client:
             self._violate("answers", call, "; ".join(faults))
         if call.case is not None:
             self.tally.compared += 1
-            if found := differences(call, answer, self._role.references[call.case][1]):
+            if found := differences(answer, self._role.references[call.case][1]):
                 self._violate("exact text", call, "; ".join(found))
         whole = [c for c in answer.choices if c.finish in ("stop", "length")]
         self.tally.ends.update(c.finish or "none" for c in answer.choices)
