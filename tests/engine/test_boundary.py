@@ -248,6 +248,11 @@ def test_a_session_survives_odd_turns(attacked: Server, expected: list[int]) -> 
     ):  # fmt: skip
         body = {"input_ids": [7], "sampling_params": params, "session_params": odd}
         assert post(attacked, "/generate", body).status_code == status
+    again = post(attacked, "/generate", {**body, "session_params": turn, "rid": turn["rid"]})
+    assert again.status_code == 400 and "earlier turn of this session" in again.text
+    most = {"logprob_start_len": 0, "top_logprobs_num": VOCAB, "token_ids_logprob": [5] * 1000}
+    much = post(attacked, "/generate", {**body, "session_params": turn, "return_logprob": True, **most})
+    assert much.status_code == 400 and "a session's prompt" in much.text
     assert post(attacked, "/close_session", {"session_id": "odd"}).status_code == 200
     assert probe(attacked) == expected
 
