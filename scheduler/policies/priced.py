@@ -125,13 +125,16 @@ class PricedPolicy(BasePolicy):
         regime.rate.add(rate * self.costs.slowdown)
 
     def _weigh(self, running: RunningBatch, context: Context, now_s: float) -> FloatArray:
+        """[n], 1 on average: what was learned of levels and rates is in units of past weights, and a prefill
+        lifts those of all requests at once."""
         n = len(running)
         if n == 1:  # nobody to compare it with
             return np.ones(n)
         period = self._period_s.value or self.costs.iteration_s(n, 2, 1, 3 * n, context)
         pace = self._potential.of(running.rids)[:, 0]
         pace = np.where(pace > 0, pace, self._pace.value)
-        return attainment_weight(running, now_s, period, pace, self.config)
+        weight = attainment_weight(running, now_s, period, pace, self.config)
+        return weight / weight.mean()
 
     def _best_shape(
         self, running: RunningBatch, left: FloatArray | None, read: Context, deepest: int
@@ -197,12 +200,14 @@ class PricedPolicy(BasePolicy):
         return drafting
 
     def _learn_potential(self, rids: tuple[str, ...], trees: CandidateTrees, f: FloatArray) -> None:
+        """A request without candidates, as one that has just joined, says nothing of its pace."""
         best = np.zeros((len(rids), int(trees.depth.max(initial=0))))
         np.maximum.at(best, (trees.row, trees.depth - 1), f)
         reach = 1.0 + best.sum(axis=1)
         rows = self._potential.rows(rids)
         known = self._potential.values[rows, 0]
-        self._potential.values[rows, 0] = np.where(known > 0, blend(known, reach, REACH_WEIGHT), reach)
+        reach = np.where(known > 0, blend(known, reach, REACH_WEIGHT), reach)
+        self._potential.values[rows, 0] = np.where(np.diff(trees.row_start) > 0, reach, known)
 
     def _learn_surplus(self, plan: IterationPlan, trees: CandidateTrees, worth: FloatArray) -> None:
         """Moves the surplus table towards what this iteration's draft steps were worth beyond the offers.

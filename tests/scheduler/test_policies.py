@@ -328,6 +328,36 @@ class TestPriced:
         (regime,) = policy._regimes._known.values()
         assert plan.weight is not None and regime.surplus[:2] == pytest.approx(f * plan.weight[0], abs=0.01)
 
+    def test_everybody_at_risk_makes_a_draft_worth_no_more(self):
+        """What levels and seconds were worth was learned with other weights, and only who comes first among
+        the requests depends on these."""
+        latency = LatencyModel(ForwardCost(3e-3), ForwardCost(0.03, per_token_s=1e-4))
+        config = PolicyConfig(latency=latency, calibrate=False, learn_costs=False)
+        policy, f = build_policy("priced", config), 0.7 ** np.arange(1, config.d_max + 1)[:, None]
+
+        def next_depth(slo_s: float) -> int:
+            plan = policy.plan(running(16, tpot_slo_s=slo_s), 1.0)
+            trees = below_the_best(16, f[: plan.draft.depth])
+            selection = policy.select(plan, trees)
+            policy.observe(outcome(plan, trees, selection, selection.keep))
+            assert plan.weight is not None
+            return plan.draft.depth
+
+        safe = [next_depth(math.inf) for _ in range(150)]
+        at_risk = [next_depth(0.04) for _ in range(8)]
+        assert 0 < safe[-10] < config.d_max and at_risk == [safe[-10]] * 8
+
+    def test_a_request_without_candidates_says_nothing_of_its_pace(self):
+        """As one that joins a batch whose draft was queued before."""
+        policy = build_policy("priced")
+        assert isinstance(policy, PricedPolicy)
+        plan = policy.plan(running(16), 1.0)
+        trees = trees_from([[(-1, 0.9), (0, 0.8)] if i else [] for i in range(16)])
+        selection = policy.select(plan, trees)
+        policy.observe(outcome(plan, trees, selection, selection.keep))
+        known = policy._potential.of(plan.running.rids)[:, 0]
+        assert known[0] == 0.0 and (known[1:] > 1.5).all()
+
     def played(self, policy: PricedPolicy, n: int, share: float, iterations: int) -> list[int]:
         """Depths of iterations in which ``share`` of the requests get through each level of a chain."""
         depths = []
@@ -430,7 +460,7 @@ class TestPriced:
         batch, nothing = running(32, tpot_slo_s=0.15), CandidateTrees.empty(32)
         for _ in range(3):
             plan = policy.plan(batch, 1.0)
-            assert plan.draft.depth == 0 and plan.weight is not None and plan.weight.min() > 2
+            assert plan.draft.depth == 0 and plan.weight is not None
             policy.select(plan, nothing)
         (regime,) = policy._regimes._known.values()
         assert regime.rate.value == pytest.approx(plan.weight.sum() / policy.seconds(plan, nothing, 0)[0])
