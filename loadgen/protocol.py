@@ -10,8 +10,8 @@ from typing import Any
 
 from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.slo.answer_ends import ANSWER_TOKENS
 from adaserve.slo.metrics import PREDICTED
-from adaserve.slo.replay import ANSWER_TOKENS
 from adaserve.slo.resolve import (
     HEADER_CLASS,
     HEADER_TPOT,

@@ -192,7 +192,7 @@ class Latency(ABC):
         draft_s = self.draft_s(n, depth, width, context if draft_context is None else draft_context)
         return draft_s + self.verify_s(verify_tokens, context) + self.other_s()
 
-    def knee_tokens(self, factor: float = 2.0, most: int = 4096) -> int:
+    def knee_tokens(self, factor: float, most: int = 4096) -> int:
         """Largest B whose verify forward costs at most ``factor`` times that of one token (>= 1).
 
         AdaServe (EuroSys) section 3 chooses B by a profiled trade-off of throughput and latency; with

@@ -375,8 +375,8 @@ def looked_at(
     config: PrefillConfig, stated: Sequence[Queued], patient: Sequence[Queued], now_s: float
 ) -> list[Queued]:
     """What a decision looks at, of prompts with a TTFT SLO and of ``patient`` ones, both sorted: those that
-    come first of all that can be in time, and those of either kind that are late longest. Who is patient has
-    nothing to lose, so all of them may start.
+    come first of all that can be in time, and those of either kind that are late longest. Patient prompts
+    have nothing to lose, so all of them may start.
 
     A prompt is a tuple of its ``rank_of``, its place in the queue, and what else the caller wants."""
     late_s = -np.inf if config.lost_every_s is None else now_s

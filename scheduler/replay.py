@@ -103,7 +103,8 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self._file = _new(path)
         self._observed = 0
-        self._known: dict[int, list[int]] = {}  # outcomes at plan and selection, by iteration
+        # Outcomes at plan and selection. Not by iteration, which every policy counts for itself.
+        self._known: dict[int, list[int]] = {}
         self._failed = False
         self._file.write(json.dumps({"schema_version": SCHEMA_VERSION}) + "\n")
 
@@ -117,16 +118,16 @@ class Recorder:
 
     def planned(self, plan: IterationPlan) -> None:
         """Call right after ``policy.plan``: notes how many outcomes it knew."""
-        self._known[plan.iteration] = [self._observed]
+        self._known[id(plan)] = [self._observed]
 
     def selected(self, plan: IterationPlan) -> None:
         """Call right after ``policy.select``: notes the same."""
-        self._known[plan.iteration].append(self._observed)
+        self._known[id(plan)].append(self._observed)
 
     def observed(self, outcome: IterationOutcome) -> None:
         """Call right after ``policy.observe``: writes the line."""
         plan = outcome.plan
-        at_plan, at_selection = self._known.pop(plan.iteration)
+        at_plan, at_selection = self._known.pop(id(plan))
         body = {
             "iteration": plan.iteration,
             "observed": at_plan,

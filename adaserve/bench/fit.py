@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from adaserve.bench.terminal import table
+from adaserve.scheduler.config import KNEE
 from adaserve.scheduler.fit import fit_latency
 from adaserve.scheduler.profile import load_profile
 
@@ -24,5 +25,6 @@ def show_fit(path: Path) -> None:
     console, model = Console(), fit.model
     console.print(made)
     console.print(
-        f"unloaded: {model.baseline_s() * 1e3:.2f} ms per token; budget B {model.knee_tokens()} tokens (knee)"
+        f"unloaded: {model.baseline_s() * 1e3:.2f} ms per token; "
+        f"budget B {model.knee_tokens(KNEE)} tokens (knee: {KNEE} times the time of one)"
     )

@@ -6,8 +6,9 @@ One module for the load generator, the server and the simulator, so that they ca
 TTFT          first non-empty token received - sent
 TPOT          (last token - first chunk) / (output tokens - tokens of the first chunk), one number
               per request; tokens come from the server's usage, not from chunk counts
-attainment    requests that met all their SLOs / all requests; failures are misses, and so are turns
-              that a failure before them kept from being sent
+attainment    requests that met all their SLOs / all requests but those that their client gave up or
+              that the end of the run cut off; failures are misses, and so are turns that a failure
+              before them kept from being sent
 goodput       tokens/s of requests that attained, and requests/s that attained
 violations    1 - attainment
 ============  ==================================================================================

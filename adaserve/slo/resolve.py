@@ -127,7 +127,7 @@ def resolve(
     nvext: Mapping[str, Any] | None = None,
 ) -> RequestSLO:
     """Finds the objectives of a request. Raises SLOError for every value that is not understood: nothing is
-    ignored silently. Who has many requests with the same headers calls ``read_headers`` once."""
+    ignored silently. A caller with many requests of the same headers should call ``read_headers`` once."""
     return read_headers(headers, config).resolve(custom_params, config, nvext)
 
 

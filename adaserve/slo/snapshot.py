@@ -160,7 +160,7 @@ def build_snapshot(
         ranks=len(ranks),
         running=sum(last.running for last in fresh),
         queue=sum(last.queue for last in fresh),
-        kv_use=max((last.kv_use for last in lasts), default=None),
+        kv_use=max((last.kv_use for last in fresh), default=None),
         admission_open=max(
             (r.forecast.admission_open for r in ranks if r.forecast is not None), default=None
         ),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.errors import UserError
-from adaserve.slo.classes import DEFAULT_CLASS, SLO, SLOConfig, times_baseline
+from adaserve.slo.classes import DEFAULT_CLASS, SLO, SLOConfig, SLOLimits, times_baseline
 from adaserve.slo.resolve import resolve
 
 
@@ -55,7 +55,9 @@ class TraceRow:
         if self.slo_tpot_ms is None and self.slo_x_baseline is not None:
             name = self.slo_class or DEFAULT_CLASS
             params["slo_tpot_ms"] = times_baseline(self.slo_x_baseline, baseline_s, name) * 1e3
-        slo = resolve({}, params, config).at(baseline_s)
+        # What clients may ask for now does not limit what was served.
+        unlimited = config.model_copy(update={"limits": SLOLimits()})
+        slo = resolve({}, params, unlimited).at(baseline_s)
         # A server files a client's own milliseconds under "custom"; a trace's classes are trusted.
         return slo if self.slo_class is None else replace(slo, slo_class=config.get(self.slo_class).name)
 

@@ -25,7 +25,8 @@ def least_work(replicas: Sequence[Replica], request: SimRequest) -> int:
 
 
 def slo_aware(replicas: Sequence[Replica], request: SimRequest) -> int:
-    """Strict requests go where least work waits; lax ones are packed where they still attain.
+    """Strict requests and those without an SLO go where least work waits; lax ones are packed where they
+    still attain.
 
     A replica's pace is taken from its own recent iterations: a lax request (SLO of at least twice the
     present time per token) joins the busiest replica that has no more than 1.5 times the median work.

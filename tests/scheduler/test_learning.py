@@ -117,7 +117,7 @@ class TestLatency:
 
     def test_knee_doubles_the_unloaded_cost(self):
         model = LatencyModel(ForwardCost(0.001), ForwardCost(0.03, per_token_s=3e-4))
-        assert model.knee_tokens() == pytest.approx(102, abs=2)
+        assert model.knee_tokens(2.0) == pytest.approx(102, abs=2)
 
 
 def test_a_moving_average_starts_where_its_stream_does_and_forgets():

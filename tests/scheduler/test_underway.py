@@ -13,7 +13,7 @@ from adaserve.scheduler.interface import Draft, IterationOutcome, RunningBatch
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.replay import Recorder, read_recording, replay
-from tests.scheduler.sched_factories import beam_trees, running
+from tests.scheduler.sched_factories import beam_trees, outcome, running
 
 CHEAP = LatencyModel(
     ForwardCost(fixed_s=1e-3, per_token_s=1e-4), ForwardCost(fixed_s=1e-2, per_token_s=1e-5), 1e-3
@@ -72,3 +72,21 @@ def test_recordings_tell_of_it(name: str, tmp_path: Path) -> None:
     read = recorded[5].running.underway
     assert read is not None and read.rows is not None and read.rows.tolist() == [True, True, True]
     assert recorded[5].then is not None and recorded[5].then.depth > 0
+
+
+def test_a_policy_that_takes_over_is_recorded_beside_the_last_outcome_of_the_other(tmp_path: Path) -> None:
+    """Each counts its own iterations, and under overlap the other's last one is still to be heard of."""
+    path = tmp_path / "recording.jsonl"
+    with Recorder(path) as recorder:
+
+        def begun(name: str) -> IterationOutcome:
+            policy = build_policy(name, PolicyConfig(latency=CHEAP))
+            plan, trees = policy.plan(batch(3), 1.0), beam_trees(3, 1, 1)
+            recorder.planned(plan)
+            selection = policy.select(plan, trees)
+            recorder.selected(plan)
+            return outcome(plan, trees, selection, selection.keep)
+
+        for each in [begun("chain-1"), begun("adaserve")]:
+            recorder.observed(each)
+    assert [r.plan.iteration for r in read_recording(path)] == [0, 0]

@@ -158,7 +158,8 @@ def test_idle_server_shows_no_running_requests() -> None:
     s, clock = stats()
     s.iteration(iteration())
     clock.now += 10
-    assert build_snapshot([s.state()]).running == 0
+    snapshot = build_snapshot([s.state()])
+    assert (snapshot.running, snapshot.queue, snapshot.kv_use) == (0, 0, None)
 
 
 def test_ranks_are_added() -> None:

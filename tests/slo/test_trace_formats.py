@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adaserve.slo.classes import SLOConfig
+from adaserve.slo.classes import SLOClass, SLOConfig, SLOLimits
 from adaserve.slo.trace import Trace, TraceError, TraceRow, assign_classes, write_jsonl
 from adaserve.slo.trace_formats import read_trace
 
@@ -93,6 +93,14 @@ def test_round_trip_and_gzip(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert read_trace(path).rows == read_trace(packed).rows == rows
     assert read_trace(path).sha256 == read_trace(packed).sha256
+
+
+def test_what_was_served_is_not_limited_by_what_clients_may_ask_for() -> None:
+    """A server's own log names the class and the milliseconds of every request."""
+    limits = SLOLimits(own_ms=False, least_tpot_ms=20)
+    config = SLOConfig(classes={"fast": SLOClass(name="fast", tpot_ms=5)}, limits=limits)
+    slo = TraceRow(0.0, 1, 1, "fast", slo_tpot_ms=5.0, slo_ttft_ms=300.0).slo(config, None)
+    assert (slo.slo_class, slo.tpot_s, slo.ttft_s) == ("fast", 0.005, 0.3)
 
 
 def test_fitting() -> None:

@@ -16,7 +16,7 @@ from adaserve.bench.client import Ask, send, stream
 from adaserve.bench.servers import running
 from adaserve.bench.sweep.systems import PLAIN, STOCK, System, system
 from adaserve.server import ServerError, ServerProcess, ServerSpec
-from adaserve.slo.replay import ENV as REPLAY_ENV
+from adaserve.slo.answer_ends import ENV as REPLAY_ENV
 
 BASELINE_REQUESTS, BASELINE_TOKENS = 7, 48
 PACE_REQUESTS, PACE_TOKENS = 3, 20

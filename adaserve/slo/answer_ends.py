@@ -1,4 +1,4 @@
-"""How a replay ends an answer at a length that no scheduler knows.
+"""How a replayed answer ends at a length that no scheduler knows.
 
 Real answers end by themselves, and their clients state a loose ``max_tokens``. In a replay nothing but
 ``max_tokens`` would end an answer where its trace says, so every scheduler would know when. A request may
