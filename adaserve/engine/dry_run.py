@@ -8,6 +8,8 @@ dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from adaserve.engine.device import Device
@@ -18,19 +20,25 @@ from adaserve.scheduler.interface import IterationPlan, Policy
 
 
 def dry_run(device: Device, policy: Policy, plan: IterationPlan, last: Iteration | None) -> None:
-    """As far as the device's draft leaves time for it. Where other requests run than in ``last``, their
-    candidates say nothing: then ``policy`` only prepares itself."""
-    if not device.is_busy():
-        return
-    if last is None or plan.running.rids != last.plan.running.rids:
-        policy.prepare(plan, None)
-        return
-    for step in (
-        partial(policy.prepare, plan, last.proposal.trees),
-        lambda: merge([draft.read() for draft in last.drafts], len(last.rows)),
-        partial(verify.build, last.rows, last.proposal, last.selection),
-        partial(device.target.fill, last.verified.batch),
-    ):
-        step()
+    """As far as the device's draft leaves time for it."""
+    steps = [partial(policy.prepare, plan, None)] if last is None else _steps(device, policy, plan, last)
+    for step in steps:
         if not device.is_busy():
             return
+        step()
+
+
+def _steps(
+    device: Device, policy: Policy, plan: IterationPlan, last: Iteration
+) -> Sequence[Callable[[], object]]:
+    """Those of an iteration, in its order. A selection needs candidates of the plan's own requests. Where
+    some have come or gone since ``last``, ``policy`` only prepares itself; all else takes the old ones."""
+    is_same = plan.running.rids == last.plan.running.rids
+    # A copy, of which nothing is worked out yet, as of candidates that have just been read.
+    like = replace(last.proposal.trees) if is_same else None
+    return (
+        lambda: merge([draft.read() for draft in last.drafts], len(last.rows)),
+        partial(policy.prepare, plan, like),
+        partial(verify.build, last.rows, last.proposal, last.selection),
+        partial(device.target.fill, last.verified.batch),
+    )
