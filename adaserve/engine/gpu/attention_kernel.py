@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from adaserve.engine.gpu.attention import AttentionBuffers
 from adaserve.engine.gpu.follow_kernel import shorten_fused
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
+from adaserve.scheduler.compiled import INT, INTS, compiled
 
 TILE = 6
 """Numbers of each tile: the first token of its request, its first row and all rows of the request, where the
@@ -118,27 +118,26 @@ class TritonKernel:
 
 def tiles_of(q_lens: np.ndarray, kv_lens: np.ndarray, group: int, cut: Cut) -> np.ndarray:
     """int32 [tiles, TILE]: those of all requests, then unused ones, which have no keys."""
-    of_queries, request = _tiles_of_queries(q_lens.tobytes(), group, cut)
-    tiles, n = of_queries.copy(), len(request)
-    tiles[:n, 3] = (kv_lens.cumsum() - kv_lens)[request]
-    tiles[:n, 4] = kv_lens[request]
+    tiles: np.ndarray = _tiles_of(q_lens, kv_lens, group, cut.rows, cut.tiles, cut.heads)
     return tiles
 
 
-@lru_cache(maxsize=256)
-def _tiles_of_queries(lens: bytes, group: int, cut: Cut) -> tuple[np.ndarray, np.ndarray]:
-    """The tiles without keys, and the request of each that is used: all drafts over as many requests have
-    the same."""
-    q_lens = np.frombuffer(lens, np.int64)
-    each = -(-q_lens * group // cut.rows)
-    request = np.arange(len(q_lens)).repeat(each)
-    tiles, n = np.zeros((cut.tiles, TILE), np.int32), len(request)
-    tiles[:n, 0] = (q_lens.cumsum() - q_lens)[request]
-    tiles[:n, 1] = (np.arange(n) - (each.cumsum() - each)[request]) * cut.rows
-    tiles[:n, 2] = q_lens[request] * group
+@compiled(INTS, INTS, INT, INT, INT, INT)
+def _tiles_of(
+    q_lens: np.ndarray, kv_lens: np.ndarray, group: int, rows: int, count: int, heads: int
+) -> np.ndarray:
+    tiles = np.zeros((count, TILE), np.int32)
+    n = token = key = 0
+    for r in range(len(q_lens)):
+        for first_row in range(0, q_lens[r] * group, rows):
+            assert n < count
+            tiles[n, 0], tiles[n, 1], tiles[n, 2] = token, first_row, q_lens[r] * group
+            tiles[n, 3], tiles[n, 4] = key, kv_lens[r]
+            n += 1
+        token, key = token + q_lens[r], key + kv_lens[r]
     # As many as there are, whatever the padded size could have: a verification's may be of few requests.
-    tiles[:, 5] = SHORT if n * cut.heads <= BUSY else LONG
-    return tiles, request
+    tiles[:, 5] = SHORT if n * heads <= BUSY else LONG
+    return tiles
 
 
 def attend_fused(

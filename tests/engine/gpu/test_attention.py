@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaserve.engine.gpu import kernel_choice, tiles
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
-from adaserve.engine.gpu.attention_kernel import TritonKernel, Workspace
+from adaserve.engine.gpu.attention_kernel import BUSY, LONG, SHORT, TILE, Cut, TritonKernel, Workspace, tiles_of
 from adaserve.engine.gpu.flashinfer_kernel import FlashInferKernel
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable
@@ -44,6 +44,32 @@ def test_triton_reads_our_arrays_as_sdpa_does() -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     *worst, far = [float(x) for x in ran.stdout.split()]
     assert len(worst) == 8 and max(worst) < 1e-5 and far < 4e-3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles(seed: int) -> None:
+    """Against numpy: ragged requests, some without tokens, and tiles that are left over."""
+    rng = np.random.default_rng(seed)
+    n, group, rows = int(rng.integers(1, 66)), int(rng.integers(1, 8)), 16 << seed % 3
+    q_lens, kv_lens = rng.integers(0, 40, n), rng.integers(1, 3000, n)
+    each = -(-q_lens * group // rows)
+    cut = Cut(rows, int(each.sum()) + seed % 4, 1, heads=1 + seed % 8, warps=4)
+    request = np.arange(n).repeat(each)
+    right = np.zeros((cut.tiles, TILE), np.int32)
+    used = right[: len(request)]
+    used[:, 0] = (q_lens.cumsum() - q_lens)[request]
+    used[:, 1] = (np.arange(len(request)) - (each.cumsum() - each)[request]) * rows
+    used[:, 2] = q_lens[request] * group
+    used[:, 3], used[:, 4] = (kv_lens.cumsum() - kv_lens)[request], kv_lens[request]
+    right[:, 5] = SHORT if len(request) * cut.heads <= BUSY else LONG
+    got = tiles_of(q_lens, kv_lens, group, cut)
+    assert got.dtype == np.int32 and np.array_equal(got, right)
+
+
+def test_too_many_tiles_are_refused() -> None:
+    """And not written behind their array."""
+    with pytest.raises(AssertionError):
+        tiles_of(np.array([9, 9]), np.array([20, 20]), 4, Cut(16, 5, 1, 1, 4))
 
 
 HEADS = HeadShape(4, 2, 8, 0.5, torch.float32, torch.float32)
