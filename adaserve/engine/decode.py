@@ -351,5 +351,5 @@ class DecodeLoop:
 
 def rows_of_pool(batch: Any) -> np.ndarray:
     """int64 [n]: every request's row of the request pool, from the host's own copy."""
-    rows = batch.req_pool_indices if batch.req_pool_indices_cpu is None else batch.req_pool_indices_cpu
-    return rows.cpu().numpy().astype(np.int64, copy=False)
+    rows = batch.req_pool_indices_cpu
+    return (batch.req_pool_indices.cpu() if rows is None else rows).numpy().astype(np.int64, copy=False)

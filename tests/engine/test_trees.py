@@ -62,6 +62,10 @@ class DenseModel:
         return getattr(self._backend, name)
 
 
+STRIDE = 5
+"""Tokens that an iteration commits at most."""
+
+
 class Case:
     """Requests whose prompts the target has cached, and a draft that has not seen the last ``behind[r]``."""
 
@@ -70,7 +74,7 @@ class Case:
         n = len(PROMPTS)
         self.table = slot_table(n)
         self.target, self.draft = (CpuForward(model, self.table) for model in self.models)
-        self.cache = DraftCache(self.draft, self.table, self.models[0].pool.slots, stride=5)
+        self.cache = DraftCache(self.draft, self.table, self.models[0].pool.slots, STRIDE)
         self.device = CpuDevice(self.target, self.draft)
         self.source = BeamSource(self.device, self.cache, PLAIN, MAX_NODES)
         self.rows = factories.decode_rows([len(p) for p in PROMPTS])
@@ -245,7 +249,22 @@ def test_holes_of_exchanged_slots_are_remembered_when_the_request_ends() -> None
     case.cache.finished(pool_row, unheard=False)
     case.cache.fill_holes([pool_row], [len(PROMPTS[row])], [PROMPTS[row]])
     _check_caches(case)
-    assert case.held(row) == (hole, PROMPTS[row][hole:])
+
+
+@pytest.mark.parametrize("unheard", [False, True])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_is_known_of_a_prompt_stays_when_it_ends_at_once(is_read: bool, unheard: bool) -> None:
+    """Whether its slots are its own or were exchanged; behind it nothing is held."""
+    case, row, hole = alike([0, 0, 0], [4, 4, 4]), 1, 1
+    exchange(case, row, hole)
+    pool_row, prompt = int(case.rows.pool_rows[row]), PROMPTS[row]
+    slots = case.table[pool_row].long()
+    if is_read:  # by whoever had them, which nobody tells this request
+        case.cache.started(99, prompt, slots[: len(prompt)], read=True)
+    before = case.cache._is_held.clone()
+    before[slots[len(prompt) : len(prompt) + STRIDE]] &= not unheard
+    case.cache.finished(pool_row, unheard)
+    assert torch.equal(case.cache._is_held, before)
 
 
 def test_an_end_that_the_draft_has_not_heard_of() -> None:

@@ -138,6 +138,8 @@ class BeamSource(TreeSource):
             return None
         if len(verified.node) > (0 if made is None else np.count_nonzero(made)):
             return None
+        if self.cache.may_have_holes(rows.pool_rows.tolist()):  # drafted for or not
+            return None  # ``advanced`` will look for them, which must not wait for a draft as well
         # At least one token comes, so that one less is left; and at most so many.
         deepest = np.minimum(rows.running.max_depth, rows.running.remaining_tokens - 2)
         most = 1 + verified.deepest
@@ -145,7 +147,7 @@ class BeamSource(TreeSource):
         active = drafted_rows(then, rows)
         shape = fitting_shape(then, rows, active, self._max_nodes)
         pool_rows = rows.pool_rows[active]
-        if shape is None or not self.cache.is_settled(pool_rows.tolist()):
+        if shape is None or not self.cache.has_all(pool_rows.tolist()):
             return None
         tokens, root = tensors["tree"][0], tensors["root"]
         awaited = Awaited(most, acceptance.length, acceptance.emitted, tokens, root, active)

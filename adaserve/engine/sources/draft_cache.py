@@ -91,9 +91,14 @@ class DraftCache:
             if prompt.iterations:
                 del self._exchangeable[row]
 
-    def is_settled(self, pool_rows: Sequence[int]) -> bool:
-        """Whether the draft has all that is cached of these requests, in slots that stay theirs."""
-        return not any(row in self._exchangeable or self._held[row].pending for row in pool_rows)
+    def may_have_holes(self, pool_rows: Sequence[int]) -> bool:
+        """Whether ``find_holes`` has still to look at the slots of any of these requests, and so to wait for
+        the device."""
+        return any(row in self._exchangeable for row in pool_rows)
+
+    def has_all(self, pool_rows: Sequence[int]) -> bool:
+        """Whether the draft has all that is cached of these requests."""
+        return not any(self._held[row].pending for row in pool_rows)
 
     def late(self, pool_rows: Sequence[int], most_pending: int) -> list[int]:
         """Requests with more than ``most_pending`` missed tokens.
@@ -184,13 +189,17 @@ class DraftCache:
         Under overlap a finished request rides in one iteration more, so its row is known until the next
         request has it. And if nobody else runs, this comes before the draft hears of the last tokens: then
         they are ``unheard``. Behind its own tokens a row still lists the slots of whoever had it before.
+
+        A prompt's slots may have been exchanged so far. What is known of them is right: it is what was noted
+        when they were read, by this request or by the one that they come from. To look at them here would
+        wait for all that the device has to do.
         """
-        self.find_holes([pool_row])
-        held = self._held[pool_row]
+        held, prompt = self._held[pool_row], self._exchangeable.pop(pool_row, None)
+        known = 0 if prompt is None else prompt.length
         slots = self._req_to_token[pool_row]
-        self._note(slots[: held.length], True)
+        self._note(slots[known : held.length], True)
         end = held.length + len(held.pending) + (self._stride if unheard else 0)
-        self._note(slots[held.length : end], False)
+        self._note(slots[max(known, held.length) : end], False)
 
     def _note(self, slots: Tensor, is_held: bool) -> None:
         """By ``index_fill_``: a number that is assigned at indices is sent to a GPU, and waited for."""

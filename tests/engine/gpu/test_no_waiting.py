@@ -44,6 +44,22 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.launches = self.graphs = 0
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Watch:
+        """``cpu`` of what is on a CPU runs no operator."""
+        inner = torch.Tensor.cpu
+
+        def cpu(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+            self.waits.append("cpu")
+            return inner(tensor, *args)
+
+        self._patch.setattr(torch.Tensor, "cpu", cpu)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.undo()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
@@ -110,7 +126,8 @@ def test_the_watch_sees_what_waits() -> None:
         x[x > 1] = 0
         x[torch.arange(2)] = 0
         torch.nonzero(x)
-    assert len(watch.waits) >= 5 and watch.launches >= 5
+        x.cpu()
+    assert len(watch.waits) >= 6 and watch.launches >= 5
 
 
 MOST_LAUNCHES = {"none": 15, "adaserve": 15, "chain-3": 11, "priced": 15}
@@ -122,7 +139,7 @@ MOST_LAUNCHES = {"none": 15, "adaserve": 15, "chain-3": 11, "priced": 15}
 def test_an_iteration(policy: str, is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run, read, uploads, watch = Run(policy, overlap=True), [], [], Watch()
     run.loop.device.drafts[0].follows = is_early  # type: ignore[misc]
-    for _ in range(3 if is_early else 1):  # SGLang may exchange the slots of prompts at first
+    for _ in range(3):  # SGLang may exchange the slots of prompts at first
         run.step()
     inner, pack, put = QueuedCopy.read, transfer._pack, StaticArrays.put
 
@@ -200,17 +217,47 @@ def test_kv_moves_behind_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("unheard", [False, True])
-def test_a_request_ends(unheard: bool) -> None:
-    """SGLang's scheduler tells of it while the next iteration runs, for which it would wait."""
+@pytest.mark.parametrize("iterations", [0, 1])
+def test_a_request_ends(iterations: int, unheard: bool) -> None:
+    """SGLang's scheduler tells of it while the next iteration runs, for which it would wait. It may end with
+    its prefill."""
     requests = Requests([5, 17])
     cache = DraftCache(device_forward(requests, TinyModel(requests.slots), []), requests.req_to_token,
                        requests.slots, stride=4)  # fmt: skip
     row, text = int(requests.pool_rows[0]), requests.text(0)
     with Watch() as watch:
         cache.started(row, text, requests.req_to_token[row, : len(text)], read=True)
-        cache.advanced(row, [3, 4], known=1)
+        if iterations:
+            cache.advanced(row, [3, 4], known=1)
         cache.finished(row, unheard)
     assert watch.waits == []
+
+
+def test_a_new_request_that_nobody_drafts_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang may exchange its slots, so that they are looked at after its first iteration. No early draft may
+    be on its way then, for which that would wait."""
+    run = Run("adaserve", overlap=True)
+    for _ in range(3):
+        run.step()
+    run.loop.settle()  # as before every prefill
+    assert run.loop._early is not None
+    req, cache, looked = run.reqs[0], run.source.cache, []
+    req.sampling_params.max_new_tokens = len(run.got[0]) + 1
+    text = [*run.requests.text(0), *run.got[0]][:-1]
+    row, inner = req.req_pool_idx, cache._held_lengths
+
+    def held_lengths(*args: Any) -> Any:
+        looked.append(run.loop._early)
+        return inner(*args)
+
+    monkeypatch.setattr(cache, "_held_lengths", held_lengths)
+    cache.started(row, text, run.requests.req_to_token[row, : len(text)], read=True)
+    run.step()
+    assert run.loop._arriving is not None and not run.loop._arriving.rows.running.max_depth[0]
+    assert run.loop._early is None and not looked
+    run.step()
+    assert looked == [None], "once, before the next draft"
+    assert run.loop._early is not None
 
 
 MOST_LAUNCHES_OF_A_STEP = 6
