@@ -48,8 +48,11 @@ class SGLangHead(SGLangCall):
         spec_info = _SpecInfo(inputs.before.to(runner.dtype))
         with self._around(inputs, rows, kernel, spec_info) as batch:
             hidden, states = self._states(model, inputs, batch)
-            metadata = LogitsMetadata(ForwardMode.TARGET_VERIFY)  # all that are given
-            output = model.logits_processor(inputs.tokens, hidden[wanted], model.lm_head, metadata)
+            hidden = hidden[wanted]
+            room = None if inputs.room is None else inputs.room[: len(hidden)]
+            # Of all that are given.
+            metadata = LogitsMetadata(ForwardMode.TARGET_VERIFY, next_token_logits_buffer=room)
+            output = model.logits_processor(inputs.tokens, hidden, model.lm_head, metadata)
         return Output(output.next_token_logits, states[wanted])
 
     def _states(self, model: Any, inputs: Inputs, batch: Any) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adaserve.engine.gpu.heads import hidden_states_of
+from adaserve.engine.gpu.heads import SGLangHead, hidden_states_of
+from adaserve.engine.gpu.model import Inputs
 
 SIZE, LAYERS, SLOTS = 8, [1, 2, 4], 30
 
@@ -92,3 +94,30 @@ def test_each_output_row_of_a_head_needs_a_token_of_its_own(ids: list[int], wron
     else:
         with pytest.raises(ValueError, match=wrong):
             hidden_states_of(runner(Target()), draft)
+
+
+@pytest.mark.parametrize(("wanted", "rows"), [(slice(None), 4), (slice(1, None, 2), 2), (slice(0), 0)])
+@pytest.mark.parametrize("has_room", [False, True])
+def test_logits_are_left_where_there_is_room(
+    wanted: slice, rows: int, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang writes to a room that has just as many rows as there are logits."""
+
+    def logits(ids: Tensor, hidden: Tensor, lm_head: Tensor, metadata: Any) -> Any:
+        room, values = metadata.next_token_logits_buffer, hidden @ lm_head
+        fits = room is not None and room.shape == values.shape
+        return SimpleNamespace(next_token_logits=room.copy_(values) if fits else values)
+
+    states = torch.arange(4.0 * SIZE).view(4, SIZE)
+    model = SimpleNamespace(
+        model=lambda *_: (states, [2 * states]), lm_head=torch.ones(SIZE, 3), logits_processor=logits
+    )
+    call = object.__new__(SGLangHead)
+    call._runner = SimpleNamespace(model=model, dtype=torch.float32)
+    monkeypatch.setattr(SGLangHead, "_around", lambda *_: nullcontext())
+    room, none = torch.empty(4, 3) if has_room else None, torch.zeros(4, dtype=torch.int64)
+    found = call(Inputs(none, none, none, wanted, states, room), 2, None)  # type: ignore[arg-type]
+    assert torch.equal(found.logits, states[wanted] @ model.lm_head) and len(found.logits) == rows
+    assert found.states is not None and torch.equal(found.states, 2 * states[wanted])
+    if room is not None and rows:
+        assert found.logits.data_ptr() == room.data_ptr()
