@@ -90,6 +90,8 @@ class Beams:
 
     def of(self, rows: np.ndarray) -> Beams:
         """Those of some of its rows, int64 [b]."""
+        if np.array_equal(rows, np.arange(len(self.tokens))):
+            return self
         return Beams(self.tokens[rows], self.parents[rows], self.logprobs[rows], self.steps)
 
 
@@ -148,7 +150,7 @@ class ModelForward(Drafter, Protocol):
         ...
 
     def logits(self, states: Any) -> Tensor:
-        """fp32 [T, vocab], which the caller may change."""
+        """fp32 [T, vocab], which the caller may change; valid until the next forward."""
         ...
 
     def argmax(self, states: Any) -> Tensor:

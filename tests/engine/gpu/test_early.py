@@ -15,6 +15,7 @@ import torch
 
 from adaserve.engine.clock import HostMark
 from adaserve.engine.decode import DecodeLoop
+from adaserve.engine.device import Beams
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.source import EarlyProposal
 from adaserve.engine.trees.proposal import Proposal
@@ -81,6 +82,17 @@ class Case:
     def plan(self, draft: Draft) -> IterationPlan:
         running = self.before.running(temperature=self.temperature)
         return dataclasses.replace(iteration_plan(running, 1, 1), then=draft)
+
+
+def test_beams_of_some_rows() -> None:
+    """Nothing is copied where all stay as they are."""
+    tokens = np.arange(6).reshape(3, 2)
+    beams = Beams(tokens, tokens + 10, tokens * 0.5, 1)
+    assert beams.of(np.arange(3)) is beams
+    for rows in ([0, 1], [1, 0, 2], [2], []):
+        some = beams.of(np.array(rows, np.int64))
+        assert np.array_equal(some.tokens, tokens[rows]) and np.array_equal(some.parents, tokens[rows] + 10)
+        assert np.array_equal(some.logprobs, tokens[rows] * 0.5) and some.steps == 1
 
 
 SHAPES = [Draft(1), Draft(4), Draft(5, 3), Draft(3, 2), Draft(3, 1, (2, 1, 3))]
