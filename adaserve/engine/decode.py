@@ -246,8 +246,9 @@ class DecodeLoop:
         if allowed is None and not wanted and sampling.is_plain_greedy(info, settings):
             return tensors, target.argmax(states), None
         step = sampling.Step(
-            self.device, batch.reqs, rows.states, settings, info, verified, tensors, self._penalties, allowed
-        )
+            self.device, batch.reqs, rows.states, settings, info, verified, tensors, self._penalties, allowed,
+            wanted,
+        )  # fmt: skip
         logits = target.logits(states)
         sampling.adjust_logits(logits, step)
         return tensors, sampling.draw(logits, step), logits

@@ -71,6 +71,7 @@ class Step:
     tensors: Tensors  # the verified tokens on the device
     penalties: Penalties
     allowed: Allowed | None = None  # by the requests' grammars
+    keeps: bool = True  # the adjusted logits, which are read again after the draws
 
     def tokens_of(self, rows: np.ndarray) -> np.ndarray:
         """int64: the verified tokens of the requests in a mask [n]."""
@@ -120,7 +121,8 @@ def adjust_logits(logits: Tensor, step: Step) -> None:
 
 
 def draw(logits: Tensor, step: Step) -> Tensor:
-    """One token per row of ``logits`` [T, vocab] (adjusted already), int64 [T].
+    """One token per row of ``logits`` [T, vocab] (adjusted already), int64 [T]. Filters them in place, unless
+    ``step`` keeps them.
 
     A request's own settings decide which rule applies to it, on the host, so a draw does not depend on what
     other requests ask for.
@@ -133,7 +135,8 @@ def draw(logits: Tensor, step: Step) -> Tensor:
     if step.info.sampling_seed is not None:
         return _draw_seeded(logits, step, filtered)
     if len(at := step.tokens_of(filtered)):
-        logits = logits.clone()  # log-probabilities are told without the filters
+        if step.keeps:  # log-probabilities are told without the filters
+            logits = logits.clone()
         step.device.filter(logits, *step.columns(at, "temperature", "top_k", "top_p", "min_p"))
     row = step.verified.row
     reading = Reading.draws(asked.temperature[row], asked.keys[row], step.verified.positions)

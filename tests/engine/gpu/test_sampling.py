@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,12 +193,14 @@ ASKED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("asked", ASKED)
 def test_draws_take_bounded_memory_and_wait_for_nothing(
-    case: Case, asked: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+    case: Case, asked: str, bias: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a draw takes besides its logits and one copy of them does not grow with their number."""
+    """What a draw takes besides its logits does not grow with their number, except for one copy of those that
+    are filtered and read again."""
     n = len(GENERATED)
     batch = tree_batch([list(range(1, ROWS // 2)), list(range(ROWS // 2))], n)
     monkeypatch.setattr(portions, "MOST_VALUES", 16 * WIDE)
@@ -207,13 +210,27 @@ def test_draws_take_bounded_memory_and_wait_for_nothing(
     requests = [sampling_request(**ASKED[asked]) for _ in range(n)]
     info, tensors = SimpleNamespace(**values), case.device.put(batch.arrays())
     settings = sampling.Settings.of(requests, states())
-    step = sampling.Step(case.device, requests, states(), settings, info, batch, tensors, Penalties())  # type: ignore[arg-type]
+    step = sampling.Step(case.device, requests, states(), settings, info, batch, tensors, Penalties(),
+                         keeps=keeps)  # type: ignore[arg-type]  # fmt: skip
     with Watch() as watch, MostBytes() as memory:
         sampling.adjust_logits(logits, step)
         sampling.draw(logits, step)
     assert watch.waits == []
-    assert memory.most <= logits.nbytes * (asked == "filters") + portions.BYTES_PER_VALUE * 16 * WIDE
+    copied = logits.nbytes * (asked == "filters" and keeps)
+    assert memory.most <= copied + portions.BYTES_PER_VALUE * 16 * WIDE
     assert logits.numel() >= 4 * 16 * WIDE
+
+
+def test_what_is_read_again_stays_unfiltered(case: Case) -> None:
+    """Log-probabilities are told without the filters; what is drawn is the same."""
+    step = step_of(case.device, case, [sampling_request(top_k=2)] * 3)
+    kept, filtered = logits_of(case), logits_of(case)
+    draws = [
+        sampling.draw(logits, replace(step, keeps=keeps))
+        for logits, keeps in ((kept, True), (filtered, False))
+    ]
+    assert torch.equal(*draws) and torch.equal(kept, logits_of(case))
+    assert (filtered.isfinite().sum(1) == 2).all()
 
 
 def test_seeds_belong_to_their_requests(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
