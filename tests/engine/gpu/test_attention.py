@@ -19,7 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaserve.engine.gpu import kernel_choice, tiles
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
-from adaserve.engine.gpu.attention_kernel import BUSY, LONG, SHORT, TILE, Cut, TritonKernel, Workspace, tiles_of
+from adaserve.engine.gpu.attention_kernel import (
+    BUSY,
+    LONG,
+    SHORT,
+    TILE,
+    Cut,
+    TritonKernel,
+    Workspace,
+    tiles_of,
+)
 from adaserve.engine.gpu.flashinfer_kernel import FlashInferKernel
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable
