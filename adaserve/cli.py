@@ -120,7 +120,7 @@ def serve(
             "others with the same API key)."
         ),
     ] = "request",
-    suffix_memory_mb: Annotated[int, about_drafts("Most memory for that text, in MB.", min=1)] = 128,
+    suffix_memory_mb: Annotated[int, about_drafts("Memory limit for that text, in MB.", min=1)] = 128,
     budget: Budget = None,
     max_depth: Annotated[int, about_costs("Depth of the deepest candidate tree, in tokens.")] = 5,
     max_width: Annotated[int, about_costs("Candidates per level of the widest tree.")] = 3,
@@ -194,7 +194,7 @@ def serve(
     require_free(spec.host, spec.port)
     command = spec.command()
     console.print(
-        f"starting SGLang, which takes up to a minute; then {spec.url}/slo is the live page", soft_wrap=True
+        f"starting SGLang, which takes a minute, and longer the first time; then {spec.url}/slo is the live page", soft_wrap=True
     )
     os.environ.update(spec.environment())
     sys.stdout.flush()

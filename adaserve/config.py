@@ -123,7 +123,7 @@ class AdaServeConfig(Checked):
     attention: Literal["auto", "flashinfer", "triton"] = Field(
         default="auto",
         description="attention kernel of tree forwards on a GPU: triton (AdaServe's own), flashinfer (or "
-        "triton where that does not work), or auto, the faster one, which is triton so far",
+        "triton where that does not work), or auto (currently triton, the faster one)",
     )
     baseline_ms: float | None = Field(
         default=None,
@@ -167,14 +167,17 @@ class AdaServeConfig(Checked):
         description="slack: decode iterations between two chunks of a waiting prompt, at most",
     )
     prefill_patience_ms: float = Field(
-        default=3000.0, gt=0, lt=1e9, description="slack: the TTFT to aim at for requests without a TTFT SLO"
+        default=3000.0,
+        gt=0,
+        lt=1e9,
+        description="slack: prompts without a TTFT SLO stand in the queue as if this were theirs",
     )
     prefill_headroom: float = Field(
         default=1.1,
         ge=0,
         lt=100,
         description="slack: a prompt waits while one more request would leave the tightest running TPOT SLO "
-        "with less headroom than this factor, until its own TTFT aim comes near (0 = never wait)",
+        "with less headroom than this factor, and with a TTFT SLO only until that comes near (0 = never wait)",
     )
     prefill_lost_interval_ms: float = Field(
         default=4000.0,
@@ -203,7 +206,8 @@ class AdaServeConfig(Checked):
         length = chain_length(name)
         known = name in policy_names() and not name.endswith("-K") if length is None else length <= 32
         if not known:
-            raise ConfigError(f"unknown policy {shown(name)}: known are {', '.join(policy_names())}")
+            chains = ", with K from 1 to 32" if length is not None else ""
+            raise ConfigError(f"unknown policy {shown(name)}: known are {', '.join(policy_names())}{chains}")
         return name
 
     @model_validator(mode="after")

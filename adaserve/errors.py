@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """What was asked for, a host or a server is the cause; the message says what to do."""
+    """The request, the host or a server is at fault; the message says what to do."""
 
 
 def why_no_answer(error: Exception) -> str:

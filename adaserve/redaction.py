@@ -1,4 +1,4 @@
-"""Values of a command line that nobody else is to read."""
+"""Hides secrets in command lines."""
 
 from __future__ import annotations
 

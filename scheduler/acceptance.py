@@ -24,7 +24,7 @@ class Tested:
     """The nodes of one iteration that were tested: kept, and their parent accepted.
 
     Censoring: a node below a rejected one was never tried. Counting it as rejected is the bias of
-    accepted / proposed (trap f of the TurboSpec digest).
+    accepted / proposed.
     """
 
     node: IntArray  # [t] flat index, rising

@@ -44,15 +44,15 @@ STARTING_ITERATIONS = 12
 """Iterations that pass between the decision that a prompt starts and its first token, beyond its prefill."""
 
 PER_LOST = 4
-"""For so many prompts that start together, one running request may lose its SLO: a queue must not wait for
-the last slow ones of a batch."""
+"""One running request may miss its SLO for every so many prompts that start together: a queue must not wait
+for the last slow ones of a batch."""
 
 MOST_WAITING = 64
 """A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
 
 MOST_LATE = 16
-"""And at this many that can't and state a TTFT SLO, those that have waited longest: more of them change
-nothing."""
+"""It also looks at this many prompts that will miss their TTFT SLO, those that have waited longest: more of
+them change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,14 +308,14 @@ def held_back(situation: Situation, order: IntArray) -> BoolArray:
 
     Running requests stand still while a prompt is read, and iterations get longer with every request that
     joins, so with too many of them nobody meets a tight SLO. Serving fewer at a time does the same work and
-    costs only TTFT. So a prompt waits while the tightest running SLO would have less than ``gate`` headroom,
-    until its prefill and those before it would need ``GATE_CLAIM`` of the time that is left until its aim
-    (its TTFT SLO, or ``patience_s``). Prompts that start together are read together: on a GPU the first may
-    cost nearly all that ten cost.
+    costs only TTFT. So a prompt waits while the tightest running SLO would have less than ``gate`` headroom.
+    Prompts that start together are read together: on a GPU the first may cost nearly all that ten cost.
 
-    Where ``lost_every_s`` is set, a prompt must not make others miss their SLO for the sake of its own: it
-    starts only with the headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for
-    ``LOST_HEADROOM``. One without a TTFT SLO loses nothing by waiting, so it always waits for ``gate``.
+    When its prefill and those before it would need ``GATE_CLAIM`` of the time that is left until its aim (its
+    TTFT SLO, or ``patience_s``), a prompt no longer waits for that. Without ``lost_every_s`` it starts then.
+    With it, a prompt must not make others miss their SLO for the sake of its own: it still needs the headroom
+    of ``LEAST_HEADROOM``, and once it is lost ``LOST_HEADROOM``. One without a TTFT SLO loses nothing by
+    waiting, so it always waits for ``gate``.
     """
     config, waiting, pressure = situation.config, situation.waiting, situation.pressure
     if config.gate is None:

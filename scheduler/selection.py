@@ -2,7 +2,7 @@
 
 Everything rests on one fact: a path probability never rises from parent to child. So the best m nodes of a
 row are always a tree, and a selection is fully described by how long a prefix of each row's ranking is kept.
-Equals stay in the order of the nodes, parents first (traps 2 and 8 of the published pseudocode).
+Equals stay in the order of the nodes, parents first, which the published pseudocode leaves open.
 """
 
 from __future__ import annotations

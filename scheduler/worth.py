@@ -10,16 +10,30 @@ from adaserve.scheduler.interface import FloatArray, RunningBatch
 NO_SLO_S = 1e6
 """An SLO that no request misses, seconds per token."""
 
+VARIANCE = 1.6
+"""Of the tokens that one iteration brings a request."""
+
+COUNTED_ON = 0.6
+"""Share of the tokens from speculation that a request must reach its SLO with to be safe."""
+
+NOT_LOST = 0.5
+"""Standard deviations below its SLO from which on a request is being lost."""
+
+SAFE_WIDTH = 1.5
+"""Standard deviations above its SLO at which one more token is worth exp(-1/2) of what it is in the balance."""
+
 
 def attainment_weight(
     running: RunningBatch, now_s: float, period_s: float, pace: FloatArray, config: PolicyConfig
 ) -> FloatArray:
     """Weights, [n].
 
-    With L tokens left (at most ``horizon_tokens``), D seconds until the SLO of the last of them, m = D /
-    period iterations left and a = ``pace`` tokens per iteration, z is the surplus of tokens in standard
-    deviations. The weight is 1 + attain_weight * g with g the sensitivity of the attainment to one more
-    token: small when safe, 1 when it hangs in the balance, falling off when lost.
+    With L tokens left (at most ``horizon_tokens``), D seconds until the SLO of the last of them and a = ``pace``
+    tokens per iteration, m = D / period iterations are left. They bring m tokens without speculation, and
+    m (a - 1) by it. The surplus over L, in standard deviations, is taken twice: with ``COUNTED_ON`` of the
+    latter it says how safe the request is, and with all of them how lost. The weight is 1 + attain_weight * g
+    with g the sensitivity of the attainment to one more token: small when safe, 1 when it hangs in the
+    balance, falling off when lost. The constants are ours, chosen in the simulator.
 
     Without weights verify tokens go to the requests that are easiest to draft for, and those that are hard
     fall behind their SLO.
@@ -30,10 +44,10 @@ def attainment_weight(
     due = np.minimum(running.tpot_slo_s, NO_SLO_S) * (running.decoded_tokens + left) - elapsed
     m = np.maximum(due, 0.0)
     m /= max(period_s, 1e-6)
-    spread = np.sqrt(1.6 * m + 1.0)
-    without = (m - left) / spread
-    speculated = m * (pace - 1.0) / spread
-    safe = without + 0.6 * speculated
-    lost = np.minimum(without + speculated + 0.5, 0.0)
-    g: FloatArray = np.exp(np.where(safe > 0, safe * safe * (-1.0 / 4.5), -lost * lost))
+    deviation = np.sqrt(VARIANCE * m + 1.0)
+    without = (m - left) / deviation
+    speculated = m * (pace - 1.0) / deviation
+    safe = without + COUNTED_ON * speculated
+    lost = np.minimum(without + speculated + NOT_LOST, 0.0)
+    g: FloatArray = np.exp(np.where(safe > 0, safe * safe * (-0.5 / SAFE_WIDTH**2), -lost * lost))
     return 1.0 + config.attain_weight * g

@@ -21,8 +21,6 @@ from adaserve.scheduler.policies.urgency import UrgencyPolicy
 
 __all__ = ["PolicyConfig", "build_policy", "chain_length", "is_slo_aware", "policy_names"]
 
-_SLO_AWARE = ("priced", "adaserve", "adaserve-v1", "urgency")
-
 _BUILDERS: dict[str, Callable[[str, PolicyConfig], Policy]] = {
     "adaserve": AdaServePolicy,
     "adaserve-v1": AdaServeV1Policy,
@@ -42,7 +40,7 @@ _WITH_LENGTH = re.compile(rf"({'|'.join(_BY_LENGTH)})-([1-9][0-9]?)")
 
 
 def policy_names() -> tuple[str, ...]:
-    """Accepted names. K stands for 1 to 99, as in ``chain-4``."""
+    """Accepted names. K stands for 1 to 99, as in ``chain-4``; a server accepts up to 32."""
     return (*_BUILDERS, *(f"{name}-K" for name in _BY_LENGTH))
 
 
@@ -56,7 +54,8 @@ def is_slo_aware(name: str) -> bool:
     """Whether the policy looks at requests' SLOs. The others are baselines, and nothing around them may look
     either."""
     found = _WITH_LENGTH.fullmatch(name)
-    return (found.group(1) if found else name) in _SLO_AWARE
+    builder = _BY_LENGTH[found.group(1)] if found else _BUILDERS.get(name)
+    return bool(getattr(builder, "slo_aware", False))
 
 
 def build_policy(name: str, config: PolicyConfig | None = None) -> Policy:

@@ -56,6 +56,7 @@ class BasePolicy:
     """Fixed shape, everything drafted is verified; subclasses override ``shape`` and ``select``."""
 
     calibrate_every = 8  # iterations; policies that don't use the calibration only record the curves
+    slo_aware = False  # whether the rule looks at SLOs; then prefills may, too
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
         self.name = name

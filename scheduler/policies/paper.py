@@ -38,6 +38,8 @@ class AdaServePolicy(BasePolicy):
     (section 6.3).
     """
 
+    slo_aware = True
+
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """Depth and width from n alone; nothing is drafted when only roots fit (base class)."""
         n, c = len(running), self.config
@@ -72,6 +74,8 @@ class AdaServeV1Policy(AdaServePolicy):
 class GlobalGreedyPolicy(AdaServePolicy):
     """Throughput phase only."""
 
+    slo_aware = False
+
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The best candidates of all requests."""
         return best_anywhere(trees, path_probability(trees), plan.budget, plan.cap)
@@ -79,6 +83,8 @@ class GlobalGreedyPolicy(AdaServePolicy):
 
 class EqualGreedyPolicy(AdaServePolicy):
     """The same number of nodes for every request, its best ones."""
+
+    slo_aware = False
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """An equal share of B for each."""

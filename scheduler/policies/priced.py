@@ -39,7 +39,8 @@ RAREST_PROBE = 3
 
 NOTABLE = 1.01
 """A deeper or wider draft must promise this many times the rate. Between two that promise about the same, the
-smaller one is better: it leaves more for prompts, and of several estimates the highest is too high."""
+smaller one is better: it leaves more for prompts, and the highest of several noisy estimates is usually too
+high."""
 
 PROBED_ROWS = 8
 """Requests that such a trial drafts for. The draft must first take in what each of them wrote since it last
@@ -57,6 +58,7 @@ class PricedPolicy(BasePolicy):
     """
 
     calibrate_every = 1
+    slo_aware = True
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
         super().__init__(name, config)

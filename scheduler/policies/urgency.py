@@ -39,6 +39,8 @@ def time_left(running: RunningBatch, now_s: float) -> FloatArray:
 class UrgencyPolicy(BasePolicy):
     """Chains of ``k`` for the most urgent requests, as many as the latency budget holds."""
 
+    slo_aware = True
+
     def __init__(self, name: str, config: PolicyConfig, k: int) -> None:
         super().__init__(name, config)
         self._k = k
