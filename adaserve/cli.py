@@ -194,7 +194,9 @@ def serve(
     require_free(spec.host, spec.port)
     command = spec.command()
     console.print(
-        f"starting SGLang, which takes a minute, and longer the first time; then {spec.url}/slo is the live page", soft_wrap=True
+        "starting SGLang, which takes a minute, and longer the first time; "
+        f"then {spec.url}/slo is the live page",
+        soft_wrap=True,
     )
     os.environ.update(spec.environment())
     sys.stdout.flush()

@@ -177,7 +177,8 @@ class AdaServeConfig(Checked):
         ge=0,
         lt=100,
         description="slack: a prompt waits while one more request would leave the tightest running TPOT SLO "
-        "with less headroom than this factor, and with a TTFT SLO only until that comes near (0 = never wait)",
+        "with less headroom than this factor, and with a TTFT SLO only until that comes near (0 = never "
+        "wait)",
     )
     prefill_lost_interval_ms: float = Field(
         default=4000.0,

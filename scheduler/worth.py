@@ -20,7 +20,8 @@ NOT_LOST = 0.5
 """Standard deviations below its SLO from which on a request is being lost."""
 
 SAFE_WIDTH = 1.5
-"""Standard deviations above its SLO at which one more token is worth exp(-1/2) of what it is in the balance."""
+"""Standard deviations above its SLO at which one more token is worth exp(-1/2) of what it is in the
+balance."""
 
 
 def attainment_weight(
@@ -28,9 +29,9 @@ def attainment_weight(
 ) -> FloatArray:
     """Weights, [n].
 
-    With L tokens left (at most ``horizon_tokens``), D seconds until the SLO of the last of them and a = ``pace``
-    tokens per iteration, m = D / period iterations are left. They bring m tokens without speculation, and
-    m (a - 1) by it. The surplus over L, in standard deviations, is taken twice: with ``COUNTED_ON`` of the
+    With L tokens left (at most ``horizon_tokens``), D seconds until the SLO of the last of them and a =
+    ``pace`` tokens per iteration, m = D / period iterations are left. They bring m tokens without
+    speculation, and m (a - 1) by it. The surplus over L, in standard deviations, is taken twice: with ``COUNTED_ON`` of the
     latter it says how safe the request is, and with all of them how lost. The weight is 1 + attain_weight * g
     with g the sensitivity of the attainment to one more token: small when safe, 1 when it hangs in the
     balance, falling off when lost. The constants are ours, chosen in the simulator.

@@ -147,11 +147,12 @@ def _forbidden_stops(
     short, found = length < least, [np.zeros(0, np.int64)]
     for r in np.unique(rank[short]).tolist():
         of = np.flatnonzero(short & (rank == r))
-        found.append((of[:, None] * vocabulary + np.array(_stop_tokens(reqs[r]), np.int64)).ravel())
+        found.append((of[:, None] * vocabulary + np.array(stop_tokens(reqs[r]), np.int64)).ravel())
     return np.sort(np.concatenate(found))
 
 
-def _stop_tokens(req: Any) -> list[int]:
+def stop_tokens(req: Any) -> list[int]:
+    """Tokens that end the request, unless it ignores them."""
     stops = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
     stops |= set(req.tokenizer.additional_stop_token_ids or ()) | {req.tokenizer.eos_token_id}
     return sorted(s for s in stops if s is not None)

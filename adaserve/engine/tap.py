@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.penalties import has_penalty
+from adaserve.engine.penalties import has_penalty, stop_tokens
 from adaserve.engine.state import DecodeRows, RequestState, temperature_of
 from adaserve.engine.trees.verify import Acceptance, VerifyBatch
 from adaserve.learning.records import Record, kept
@@ -36,6 +36,7 @@ class _Open:
     state: RequestState
     temperature: float  # 0 = greedy
     tokens: list[int]  # prompt and output
+    stops: frozenset[int]  # tokens that end it
     start: int = -1  # of the first position; -1 = not known yet
     logprobs: list[np.ndarray] = field(default_factory=list)
     ids: list[np.ndarray] = field(default_factory=list)
@@ -64,6 +65,12 @@ class _Open:
         )
 
 
+def _until(tokens: list[int], stops: frozenset[int]) -> list[int]:
+    """Those that are served: SGLang cuts what was accepted behind the end of a text."""
+    ends = (i + 1 for i, token in enumerate(tokens) if token in stops)
+    return tokens[: next(ends, len(tokens))]
+
+
 class Tap:
     """Collects records of running requests and puts finished ones into the trainer's ``ring``.
 
@@ -82,7 +89,10 @@ class Tap:
         self.finished(state.rid)
         if self._may(req, state) and len(self._open) < MOST_OPEN:
             text = [*req.origin_input_ids, *state.generated]
-            self._open[state.rid] = _Open(state, temperature_of(req.sampling_params), text)
+            stops = [] if req.sampling_params.ignore_eos else stop_tokens(req)
+            self._open[state.rid] = _Open(
+                state, temperature_of(req.sampling_params), text, frozenset(stops)
+            )
 
     def _may(self, req: Any, state: RequestState) -> bool:
         """Only requests whose logits are the target's own: the draft knows of nothing else."""
@@ -123,8 +133,9 @@ class Tap:
         end = 0
         for row in np.flatnonzero(goes_on).tolist():  # nodes of one request stand together, in this order
             count = counts[row] + 1
-            here = slice(end, end := end + count)
             opened = self._open[rows.states[row].rid]
+            served = _until(emitted[row][:count], opened.stops)
+            here, end = slice(end, end + len(served)), end + count
             opened.logprobs.append(logprobs[here])
             if ids is not None:
                 opened.ids.append(ids[here])
@@ -133,9 +144,9 @@ class Tap:
                 places = np.concatenate([*before, verified.batch.places[at[here]]])
                 states = self._states(int(rows.pool_rows[row]), places)
                 opened.states.append(states.clamp(-MOST_STATE, MOST_STATE).half().numpy())
-            opened.positions += count
-            opened.tokens += emitted[row][:count]
-            if opened.positions >= MOST_POSITIONS:
+            opened.positions += len(served)
+            opened.tokens += served
+            if opened.positions >= MOST_POSITIONS or len(served) < count:
                 self.finished(rows.states[row].rid)
 
     def _goes_on(self, state: RequestState, length: int) -> bool:

@@ -19,6 +19,8 @@ from adaserve.learning.records import Record
 from adaserve.noise import gumbel
 from adaserve.sharpening import Correction, DraftSharpening
 
+NO_CORRECTION = Correction()
+
 _NOISE_FACTORS = np.geomspace(0.75, 1.4, 9)
 _TAU_FACTORS = np.geomspace(0.6, 1.8, 15)
 UNKNOWN = -1e4
@@ -86,22 +88,30 @@ def knows_served(record: Record, logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fit(records: Sequence[Record], logits: Sequence[Tensor], sharpening: DraftSharpening) -> Correction:
+def fit(
+    records: Sequence[Record],
+    logits: Sequence[Tensor],
+    sharpening: DraftSharpening,
+    present: Correction = NO_CORRECTION,
+) -> Correction:
     """What ``sharpening`` lacks for a draft that says ``logits`` [n, vocab] of each record.
 
     The weight of the noise is the one under which most drafted tokens agree with the target's, the taus those
-    under which the served tokens are likeliest."""
+    under which the served tokens are likeliest. Where there is no record of a kind (greedy or drawn), that of
+    the ``present`` draft stays."""
     every = list(zip(records, logits, strict=True))
     greedy = [(r, said) for r, said in every if r.temperature == 0]
     drawn = [(r, said) for r, said in every if r.temperature > 0 and r.key]
-    noise_factor = _best_noise(drawn, sharpening)
-    tau = _best_tau(drawn, sharpening, noise_factor)
-    return Correction(noise_factor, tau, _best_tau(greedy, sharpening, 1.0))
+    noise, tau, greedy_tau = present.noise, present.tau, present.greedy_tau
+    if drawn:
+        noise = _best_noise(drawn, sharpening)
+        tau = _best_tau(drawn, sharpening, noise)
+    if greedy:
+        greedy_tau = _best_tau(greedy, sharpening, 1.0)
+    return Correction(noise, tau, greedy_tau)
 
 
 def _best_noise(drawn: Sequence[tuple[Record, Tensor]], sharpening: DraftSharpening) -> float:
-    if not drawn:
-        return 1.0
     scores = np.zeros(len(_NOISE_FACTORS))
     for record, logits in drawn:
         readings = (sharpening.corrected(Correction(noise=f)) for f in _NOISE_FACTORS)
@@ -112,8 +122,6 @@ def _best_noise(drawn: Sequence[tuple[Record, Tensor]], sharpening: DraftSharpen
 def _best_tau(
     records: Sequence[tuple[Record, Tensor]], sharpening: DraftSharpening, noise_factor: float
 ) -> float:
-    if not records:
-        return 1.0
     costs = np.zeros(len(_TAU_FACTORS))
     for record, logits in records:
         scale, spread = map(float, sharpening.reading(record.temperature))

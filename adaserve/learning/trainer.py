@@ -190,7 +190,8 @@ class Trainer:
         """Compares three drafts on requests that none was trained on, each read as it would be served.
 
         The candidate is better when its mean gain is larger than ``SURE`` standard errors of that mean, over
-        requests, and worse when it is as far below 0, or not a number.
+        requests (more of them with few requests, by Student's t), and worse when it is as far below 0, or not
+        a number.
         """
         master = {name: t.clone() for name, t in self.draft.model.state_dict().items()}
         try:
@@ -214,7 +215,7 @@ class Trainer:
         for record in newest:
             pause()
             logits += self.draft.logits([record])
-        return Snapshot(state, draft_reading.fit(newest, logits, self.sharpening))
+        return Snapshot(state, draft_reading.fit(newest, logits, self.sharpening, self.present.correction))
 
     @torch.no_grad()
     def scores(self, draft: Snapshot, records: Sequence[Record], pause: Pause) -> Tensor:
@@ -232,11 +233,14 @@ class Trainer:
 
 def verdict(gains: Tensor) -> str:
     """Of gains [n] on n requests."""
-    mean = float(gains.mean())
-    error = float(gains.std()) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
-    if not math.isfinite(mean) or mean < -SURE * error:
+    from scipy.stats import norm, t  # which take a second to import
+
+    mean, n = float(gains.mean()), len(gains)
+    # As sure as ``SURE`` standard errors are with many requests: of a few, the spread is hardly known.
+    bound = t.ppf(norm.cdf(SURE), n - 1) * float(gains.std()) / math.sqrt(n) if n > 1 else math.inf
+    if not math.isfinite(mean) or mean < -bound:
         return "worse"
-    return "better" if mean > SURE * error else "undecided"
+    return "better" if mean > bound else "undecided"
 
 
 def _hard(record: Record, logits: Tensor, sharpening: DraftSharpening) -> Tensor:

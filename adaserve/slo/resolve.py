@@ -176,7 +176,7 @@ class FromHeaders:
             speculation=_first(speculation, self.speculation),
             osl=_integer("nvext.agent_hints.osl", hints.get("osl"), (1, MOST_OSL)),
             priority=_first(priority, self.priority),
-            learn=self.learn and _may_learn(params) and self.tenant not in config.limits.never_learn,
+            learn=self.learn and _may_learn(params),
             stated=own_ms or name is not None,
             routed=self.routed,
         )
@@ -193,8 +193,8 @@ def read_headers(headers: Headers, config: SLOConfig) -> FromHeaders:
         wish=_in_headers(sent, config.limits),
         speculation=_said_once(sent, HEADER_SPECULATION, _speculation),
         priority=_said_once(sent, HEADER_PRIORITY, _priority),
-        learn=_lets_learn(sent),
-        tenant=_tenant(sent),
+        learn=_lets_learn(sent) and not config.limits.never_learn.intersection(_tenants(sent)),
+        tenant=_tenants(sent)[0],
         routed=_came_through_a_router(sent),
     )
 
@@ -304,11 +304,17 @@ def _by_name(headers: Headers) -> dict[str, list[str]]:
     return sent
 
 
-def _tenant(sent: Mapping[str, list[str]]) -> str:
-    """The same for requests with the same API key; does not reveal the key."""
+def _tenants(sent: Mapping[str, list[str]]) -> list[str]:
+    """Whoever the API keys name, the first one being the tenant: a gateway may add its own to the client's.
+    The same for requests with the same keys; does not reveal them."""
     # Without the scheme, whose spelling the client may choose.
-    keys = [value.partition(" ")[2] or value for name in HEADER_KEYS for value in sent.get(name, []) if value]
-    return sha256(keys[0].encode()).hexdigest()[:16] if keys else ANONYMOUS
+    keys = [
+        value.partition(" ")[2].strip() or value
+        for name in HEADER_KEYS
+        for value in sent.get(name, [])
+        if value
+    ]
+    return [sha256(key.encode()).hexdigest()[:16] for key in keys] or [ANONYMOUS]
 
 
 def _in_body(params: Mapping[str, Any], nvext: Any, limits: SLOLimits) -> _Wish:

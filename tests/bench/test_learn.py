@@ -39,7 +39,7 @@ from tests.learning.factories import record
 def test_prompts_are_the_same_by_seed_and_held_out_ones_come_from_other_files(domain: str) -> None:
     one, again = Texts(domain, 3), Texts(domain, 3)
     assert one.take(20) == again.take(20)
-    held_out = Texts(domain, 3, held_out=True)
+    held_out = Texts(domain, 4, held_out=True)
     assert not set(held_out._texts) & set(one._texts)
     assert len(held_out.take(5)) == 5
 

@@ -111,6 +111,27 @@ def test_every_accepted_position_is_written_down_once(ring: tuple[Ring, Ring]) -
         assert record.temperature == 0
 
 
+@pytest.mark.parametrize("ignores", [False, True])
+def test_what_was_accepted_behind_the_end_of_a_text_is_not_recorded(
+    ring: tuple[Ring, Ring], ignores: bool
+) -> None:
+    """SGLang cuts it, so nobody was served it."""
+    plain = Service(ring[0], [[3, 4, 5, 6, 7]])
+    plain.start()
+    for _ in range(12):
+        plain.iterate()
+    text = plain.states[0].generated
+    stop = next(token for i, token in enumerate(text) if i > 10 and token not in text[:i])
+    service = Service(ring[0], [[3, 4, 5, 6, 7]], stop_token_ids=[stop], ignore_eos=ignores)
+    service.start()
+    for _ in range(12):
+        service.iterate()
+    service.tap.finished("r0")
+    (record,) = read_all(ring[1])
+    written = record.tokens[record.start :].tolist()
+    assert written == (text if ignores else text[: text.index(stop) + 1])
+
+
 def test_heads_get_the_hidden_states_of_all_tokens_but_the_last(ring: tuple[Ring, Ring]) -> None:
     """Of prompts from where they are committed, of candidates from where they were verified."""
     asked: dict[int, list[int]] = {}

@@ -78,6 +78,15 @@ def test_taus_follow_how_often_a_draft_is_right() -> None:
         assert getattr(guesses, field) > 1.5
 
 
+def test_what_the_newest_requests_do_not_show_stays_as_it_is() -> None:
+    """A reading of greedy requests, say, while all of the newest ones sample."""
+    now, says = Correction(noise=1.2, tau=0.8, greedy_tau=1.9), logits(1)
+    drawn = draft_reading.fit([served(says)], [says], EXACT, now)
+    greedy = draft_reading.fit([served(says, 0.0)], [says], EXACT, now)
+    assert drawn.greedy_tau == 1.9 and drawn.tau != 0.8
+    assert (greedy.noise, greedy.tau) == (1.2, 0.8) and greedy.greedy_tau != 1.9
+
+
 def test_nothing_to_fit_to_changes_nothing() -> None:
     assert draft_reading.fit([], [], EXACT) == Correction()
     unkeyed = replace(served(logits(1)), key=0)

@@ -131,6 +131,7 @@ def test_verdicts() -> None:
     once = torch.tensor([0.0, 0.2, 0.1, -0.1, 0.1])
     assert once.mean() > once.std() / 5**0.5 and verdict(once) == "undecided", "that may well be chance"
     assert verdict(torch.ones(1)) == "undecided", "one request proves nothing"
+    assert verdict(torch.tensor([0.1, 0.2])) == "undecided", "nor do two"
 
 
 def test_the_newest_are_kept_within_their_memory() -> None:

@@ -90,6 +90,8 @@ def test_an_operator_excludes_tenants_from_learning(tmp_path: Path) -> None:
     for headers, learns in (
         ({"Authorization": "Bearer sk-secret", LEARN: "on"}, False),
         ({"Authorization": "Bearer sk-other"}, True),
+        ({"Authorization": "Bearer  sk-secret"}, False),
+        ({"Authorization": "Bearer a-gateways-own", "X-Api-Key": "sk-secret"}, False),
         ({}, False),
     ):
         assert resolve(headers, {"adaserve_learn": True}, config).learn is learns

@@ -44,7 +44,8 @@ class Texts:
         found = sorted(f for pattern in PATTERNS[domain] for f in library.glob(pattern) if _is_text(f))
         if not found:
             raise ServerError(f"there are no files for {domain!r} below {library}: choose other domains")
-        self._rng.shuffle(found)
+        # The same for every seed: which files are held out must not depend on it.
+        random.Random(domain).shuffle(found)
         of_folder = Counter[Path]()
         chosen = []
         for file in found:

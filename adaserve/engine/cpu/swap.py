@@ -104,7 +104,7 @@ def _fitted(name: str, like: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _found(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     for fused, parts in _FUSED.items():
-        if fused in name:
+        if fused in name and name not in tensors:  # some checkpoints are fused already
             return torch.cat([tensors[name.replace(fused, part)] for part in parts])
     return tensors[name]
 

@@ -175,6 +175,7 @@ def sampling_request(**over: Any) -> Any:
     values = {
         "temperature": 1.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0,
         "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0, "stop_token_ids": None,
+        "ignore_eos": False,
     }  # fmt: skip
     tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=None)
     params = SimpleNamespace(**values | over)
