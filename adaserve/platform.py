@@ -73,8 +73,9 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         """Puts our forward under the model, speculative or not, so that all policies gain alike."""
         from adaserve.config import AdaServeConfig
         from adaserve.draft_kind import HEADS
-        from adaserve.engine.cpu.install import install
+        from adaserve.engine.cpu.install import install, limit_threads
 
+        limit_threads()
         weights = AdaServeConfig.load().cpu_weights
         # Heads are packed once they know the target.
         if weights != "off" and type(model).__name__ not in HEADS:

@@ -11,6 +11,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +38,17 @@ FAR = 1.5
 """Beyond this ratio, two measurements of the same forwards differ by more than noise."""
 
 
-def fingerprint(target: str, drafts: Sequence[str], config: AdaServeConfig) -> dict[str, str]:
-    """What a profile is valid for; models by name and size on disk."""
+_OF_SERVER = (
+    "tp_size", "dtype", "quantization", "speculative_draft_model_quantization", "kv_cache_dtype",
+    "disable_cuda_graph",
+)  # fmt: skip
+"""SGLang's settings that change what a forward costs."""
+
+
+def fingerprint(
+    target: str, drafts: Sequence[str], config: AdaServeConfig, server_args: Any
+) -> dict[str, str]:
+    """What a profile is valid for; models by name and size on disk. ``server_args``: SGLang's."""
     import sglang
 
     return {
@@ -49,6 +59,7 @@ def fingerprint(target: str, drafts: Sequence[str], config: AdaServeConfig) -> d
         "target": _model_name(target),
         "draft": " + ".join(map(_model_name, drafts)) or "none",
         "weights": f"{config.cpu_weights}, drafts {config.draft_weights}",
+        "settings": ", ".join(f"{name} {getattr(server_args, name)}" for name in _OF_SERVER),
         "torch": torch.__version__,
         "sglang": sglang.__version__,
     }

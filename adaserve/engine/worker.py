@@ -66,7 +66,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._draft_worker = (
             DraftModels(paths, server_args, gpu_id, nccl_port, target_worker) if paths else None
         )
-        self._target_path = server_args.model_path
+        self._server_args = server_args
         self._requests = Requests((server_args.random_seed, get_parallel().dp_rank or 0))
 
     # -- the start ----------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class AdaServeWorker(BaseSpecWorker):
         names = ("itself",) if self.config.has_self else draft_paths(self.config)
         if self.config.medusa is not None:
             names = (self.config.medusa,)
-        meta = kept_costs.fingerprint(self._target_path, names, self.config)
+        meta = kept_costs.fingerprint(self._server_args.model_path, names, self.config, self._server_args)
         profile = kept_costs.save_full_profile(meta, run, saves=saves)
         return meta, profile, kept_costs.start_model(self.config, meta, lambda: run(measure.QUICK))
 

@@ -31,8 +31,10 @@ _FLAGS = (
     "-ffp-contract=fast",
     "-fno-math-errno",
 )
-# x86 and recent ARM compilers know -march=native, older ARM ones only -mcpu=native.
 _HOST_FLAGS = (("-march=native",), ("-mcpu=native",), ())
+"""Tried one after the other: x86 and recent ARM compilers know -march=native, older ARM ones -mcpu=native."""
+_ON_X86 = _HOST_FLAGS[:1]
+"""There the others compile for any x86 host, which is several times as slow, and would be kept for good."""
 WITHOUT_AVX512 = ("-mno-avx512f",)
 """Flags that leave an x86 host with AVX2."""
 _COMPILE_TIMEOUT_S = 120
@@ -55,23 +57,26 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def _loaded() -> ctypes.CDLL:
-    """What is in the cache and does not load is damaged, and compiled once more. Raises BuildError."""
+    """What is in the cache and does not load may be damaged: it is compiled once more, where that works, and
+    stays where it does not, since another host may load it. Raises BuildError."""
     path = build()
     try:
         return load_library(path)
-    except BuildError:
-        with _in_the_cache():
-            path.unlink(missing_ok=True)
-        return load_library(build())
+    except BuildError as error:
+        try:
+            again = build(again=True)
+        except BuildError as why:
+            raise BuildError(f"{error}, and cannot be compiled again: {why}") from why
+        return load_library(again)
 
 
-def build(*extra_flags: str, sources: Path = SOURCES) -> Path:
+def build(*extra_flags: str, sources: Path = SOURCES, again: bool = False) -> Path:
     """Path of the compiled kernels in the user's cache. Once there, they need neither a compiler nor a
-    writable folder. Safe when several processes build at once.
+    writable folder. Safe when several processes build at once. ``again``: even if they are there.
     """
     folder = _kernels_folder()
     target = folder / f"kernels-{_fingerprint(extra_flags, sources)}.so"
-    if target.exists():
+    if target.exists() and not again:
         return target
     compiler = _find_compiler()
     _make_writable(folder)
@@ -112,7 +117,7 @@ def _find_compiler() -> str:
 
 def _compile(compiler: str, extra_flags: tuple[str, ...], sources: Path, library: Path) -> None:
     message = ""
-    for host_flags in _HOST_FLAGS:
+    for host_flags in _ON_X86 if platform.machine() in ("x86_64", "AMD64") else _HOST_FLAGS:
         flags = (*_FLAGS, *host_flags, *extra_flags)
         command = [compiler, *flags, str(sources / "kernels.c"), "-o", str(library), "-lm"]
         try:

@@ -19,6 +19,13 @@ logger = logging.getLogger(__name__)
 LEAN_ATTRIBUTE = "adaserve_lean"
 
 
+def limit_threads() -> None:
+    """As many of torch's as this process may use, where it was started without our command line, which says
+    so in its environment."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(usable_cores())
+
+
 def install(model: Any, storage: Storage) -> bool:
     """Replaces the decoder stack's forward and the product that makes logits; False, with a logged reason,
     where the model isn't covered."""
@@ -26,8 +33,6 @@ def install(model: Any, storage: Storage) -> bool:
     if reason is not None:
         logger.warning("AdaServe: SGLang's own CPU forward is used, which is slower: %s", reason)
         return False
-    if "OMP_NUM_THREADS" not in os.environ:  # started without our command line, which sets it
-        torch.set_num_threads(usable_cores())
     grow_rotary_table(model)
     lean = LeanModel(*read_weights(model), storage)
     object.__setattr__(model, LEAN_ATTRIBUTE, lean)
@@ -63,7 +68,7 @@ _TREE_HEADROOM = 64
 
 
 def grow_rotary_table(model: Any) -> None:
-    """Makes cos/sin reach every position that a forward may see: the kernels do not check bounds.
+    """Makes cos/sin reach every position that a forward may see: the kernels refuse what lies beyond.
 
     SGLang grows the table as well, but after this hook, when its address is already in our hands. A draft
     with a shorter context of its own is asked for the target's positions too.

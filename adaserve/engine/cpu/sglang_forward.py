@@ -88,7 +88,7 @@ class SGLangForward:
         return batch
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.float()
+        return hidden.float().contiguous()  # SGLang cuts off the padding of the vocabulary
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.argmax(dim=-1)

@@ -84,6 +84,22 @@ def test_damaged_kernels_are_compiled_again(tmp_path: Path, monkeypatch: pytest.
     assert kernels is not None and kernels.ada_vector_lanes() in (4, 8, 16)
 
 
+@needs_kernels
+def test_kernels_that_do_not_load_here_stay_where_there_is_no_compiler(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another host, or a start with more memory, may load them."""
+    good = build.build()
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+
+    def refuse(path: Path) -> None:
+        raise build.BuildError(f"{path.name} does not load")
+
+    monkeypatch.setattr(build, "load_library", refuse)
+    assert build.load_kernels.__wrapped__() is None and good.exists()
+    assert "does not load, and cannot be compiled again: no C compiler" in caplog.text
+
+
 def test_a_full_disk_is_one_warning(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.filter import by_selection
+from adaserve.engine.cpu.sglang_forward import SGLangForward
 from adaserve.engine.filters import by_sort, differences, examples
 
 ALL = 1 << 30  # SGLang's top_k of those who ask for none
@@ -76,6 +78,14 @@ def test_other_rows_stay_as_they_are() -> None:
     got = logits.clone()
     by_selection(got, torch.tensor([2]), *columns((1.0, 3, 1.0, 0.0)))
     assert torch.equal(got[[0, 1, 3]], logits[[0, 1, 3]]) and int((got[2] > -math.inf).sum()) == 3
+
+
+def test_a_vocabulary_that_sglang_has_padded_is_filtered() -> None:
+    """Its logits are a part of wider rows."""
+    padded = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    logits = SGLangForward.logits(cast(Any, None), padded[:, :50])
+    by_selection(logits, torch.arange(3), *columns(*[(1.0, 3, 1.0, 0.0)] * 3))
+    assert (logits > -math.inf).sum(dim=1).tolist() == [3, 3, 3]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
