@@ -45,13 +45,13 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     worker = worker_of(self)
     if worker is None or not worker.prefill.paces(worker.policies.current.name):
         return original(self, running_batch)
+    _queue_ready_grammars(self)
     spare = _spare_slots(self, running_batch)
     if not _something_waits(self, running_batch) or spare <= 0:
         return original(self, running_batch)
     load = replace(load_of(self, worker), running=_decoding(self, running_batch))
     plan = worker.prefill.plan(load, time.perf_counter())
     if plan.tokens == 0:
-        _queue_ready_grammars(self)
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
     usual, align = self.chunked_prefill_size, self.truncation_align_size or 1
     order = plan.order.tolist()
@@ -97,8 +97,8 @@ def _whole_beside_a_started_one(
 
 
 def _queue_ready_grammars(scheduler: Any) -> None:
-    """The first step of the call that is left out: requests whose grammar is compiled join the queue, where
-    the next decision sees them.
+    """Requests whose grammar is compiled join the queue before a decision is made. SGLang lets them join in
+    the call that makes the batch, where they would start whatever was decided.
     """
     if scheduler.grammar_manager.has_waiting_grammars():
         for req in scheduler.grammar_manager.get_ready_grammar_requests():

@@ -35,6 +35,9 @@ from adaserve.scheduler.pressure import LearnedPrefills, RecentWork
 from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
+Turns = dict[float, tuple[str, float]]
+"""Of requests with many answers, by arrival: whose turn it is, and since when."""
+
 
 class View(NamedTuple):
     """What the rule sees of a scheduler's load, and whose it is."""
@@ -44,6 +47,7 @@ class View(NamedTuple):
     places: IntArray  # of these, in a list of the started prompt, if there is one, and the whole queue
     running: list[Any]  # the rows of ``batch``
     batch: RunningBatch
+    turns: Turns
 
 
 class Aim(NamedTuple):
@@ -84,7 +88,7 @@ class PrefillPacer:
         self._holds = HoldBudget(tenant_share, tenant_share * self._rule.patience_s)
         self._holders: set[str] = set()  # tenants for whose SLOs somebody waits in this iteration
         self._aims: WeakKeyDictionary[Any, Aim] = WeakKeyDictionary()
-        self._turns: dict[float, tuple[str, float]] = {}  # by arrival: whose turn it is, and since when
+        self._turns: Turns = {}
 
     def paces(self, policy: str) -> bool:
         """Whether prefills are paced. Slack comes from SLOs, so policies that ignore SLOs get SGLang's own
@@ -133,7 +137,7 @@ class PrefillPacer:
         leaves out have to wait; only those of ``View.places`` can be in it.
         """
         view = self.view(load, now_s)
-        situation = view.situation
+        situation, self._turns = view.situation, view.turns
         plan = plan_prefill(situation, len(load.running))
         if plan.lost:
             self._recent.lost_at_s = now_s
@@ -154,7 +158,7 @@ class PrefillPacer:
     def view(self, load: Load, now_s: float) -> View:
         """The pressure foresees one request more than those that are looked at."""
         started = [] if load.started is None else [load.started]
-        picked = self._looked_at(load.waiting, now_s)
+        picked, turns = self._looked_at(load.waiting, now_s)
         waiting = [*started, *(load.waiting[i] for i in picked)]
         aims = [*map(self._aim, started), *picked.values()]
         places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)
@@ -163,17 +167,17 @@ class PrefillPacer:
         pressure = self._recent.pressure(self._costs, batch, len(waiting) + 1, chunks, now_s)
         rule = replace(self._rule, chunk_tokens=load.most_tokens)
         queue = self._waiting(waiting, aims, load.started)
-        return View(Situation(rule, queue, now_s, pressure), waiting, places, running, batch)
+        return View(Situation(rule, queue, now_s, pressure), waiting, places, running, batch, turns)
 
-    def _looked_at(self, waiting: Sequence[Any], now_s: float) -> dict[int, Aim]:
+    def _looked_at(self, waiting: Sequence[Any], now_s: float) -> tuple[dict[int, Aim], Turns]:
         """By place in the queue, rising: retracted requests, whose first token was out long ago, and what the
-        rule looks at.
+        rule looks at. Also whose turns it is now.
 
         A client can ask for thousands of answers at once. They stand in the queue like one request: it is the
         turn of one of them, and when that has left, of the next, as if this had come only now. The others
         come behind all that wait. Answers of one request have come at the very same time."""
         picked, stated, patient = dict[int, Aim](), list[_Queued](), list[_Queued]()
-        turns: dict[float, tuple[str, float]] = {}
+        turns: Turns = {}
         for i, req in enumerate(waiting):
             arrival_s, ttft_slo_s, due_s = aim = self._aim(req)
             if req.output_ids:
@@ -187,10 +191,9 @@ class PrefillPacer:
                     since_s = before_s if rid == req.rid else now_s
                     turns[arrival_s] = req.rid, since_s
                 patient.append((since_s + self._rule.patience_s, i, since_s))
-        self._turns = turns
         for due_s, i, since_s in looked_at(self._rule, sorted(stated), sorted(patient), now_s):
             picked[i] = Aim(since_s, self._aim(waiting[i]).ttft_slo_s, due_s)
-        return dict(sorted(picked.items()))
+        return dict(sorted(picked.items())), turns
 
     def _holding_up(self, tight: Iterable[Any], held: Iterable[Any]) -> set[str]:
         """Tenants of the ``tight`` requests for whose SLOs a prompt of somebody else is ``held``. Requests

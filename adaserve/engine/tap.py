@@ -90,9 +90,7 @@ class Tap:
         if self._may(req, state) and len(self._open) < MOST_OPEN:
             text = [*req.origin_input_ids, *state.generated]
             stops = [] if req.sampling_params.ignore_eos else stop_tokens(req)
-            self._open[state.rid] = _Open(
-                state, temperature_of(req.sampling_params), text, frozenset(stops)
-            )
+            self._open[state.rid] = _Open(state, temperature_of(req.sampling_params), text, frozenset(stops))
 
     def _may(self, req: Any, state: RequestState) -> bool:
         """Only requests whose logits are the target's own: the draft knows of nothing else."""

@@ -406,6 +406,28 @@ def test_a_compiled_grammar_is_seen_while_prompts_wait() -> None:
     assert [r.rid for r in sched.waiting_queue] == ["w", "json"]
 
 
+def test_a_compiled_grammar_opens_no_way_past_the_gate() -> None:
+    """SGLang would start such a request in the step in which it joins the queue, whatever was decided."""
+    ready = [Request("json")]
+    sched = scheduler(pacer(0.018), [])
+    sched.grammar_manager = SimpleNamespace(
+        has_waiting_grammars=lambda: bool(ready), get_ready_grammar_requests=lambda: [ready.pop()]
+    )
+    sched._add_request_to_queue = sched.waiting_queue.append
+    assert step(sched) is None
+    assert [r.rid for r in sched.waiting_queue] == ["json"]
+
+
+def test_to_look_at_a_part_of_the_queue_takes_nobodys_turn() -> None:
+    """As it is done for requests that may be shed."""
+    paced, answers = pacer(0.018), [Request(f"a_{k}", age_s=5.0) for k in range(3)]
+    load = Load(RUNNING.reqs, None, answers, slots=64, most_tokens=256, paced=True)
+    paced.plan(load, NOW)
+    turns = dict(paced._turns)
+    paced.view(replace(load, waiting=[]), NOW)
+    assert turns and paced._turns == turns
+
+
 # -- shares of tenants ----------------------------------------------------------------------
 
 

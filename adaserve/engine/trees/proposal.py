@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from adaserve.scheduler.compiled import FLOATS, INT_TABLE, INTS, compiled, several
 from adaserve.scheduler.interface import MODEL, CandidateTrees
 
 
@@ -32,7 +33,7 @@ class Proposal:
 
 def merge(proposals: Sequence[Proposal], n: int) -> Proposal:
     """One tree per row: nodes with the same path are one, with the larger of their probabilities and the
-    bits of all their sources.
+    bits of all their sources. They stand by depth, and within a depth those of the first tree come first.
 
     A node keeps the column of the first proposal that has a tree for its row. The nodes that later proposals
     add get the columns after it. What a draft model has of a node stays where that model put it.
@@ -42,86 +43,77 @@ def merge(proposals: Sequence[Proposal], n: int) -> Proposal:
         return Proposal.nothing(n)
     if len(some) == 1:
         return some[0]
-    merged = _Nodes([], [], [], [])
-    lists = [(p.trees.row_start.tolist(), _Nodes.of(p), p.width) for p in some]
-    places: list[list[int]] = [[] for _ in some]  # merged node of each of a proposal's nodes
-    starts = [0]
-    for r in range(n):
-        at = [k for k, (start, _, _) in enumerate(lists) if start[r] < start[r + 1]]
-        trees = [lists[k][1].part(*lists[k][0][r : r + 2]) for k in at]
-        if trees:
-            nodes, row_places = _merge_row(trees, lists[at[0]][2])
-            for k, row_place in zip(at, row_places, strict=True):
-                places[k].extend(starts[-1] + i for i in row_place)
-            merged.extend(nodes)
-        starts.append(len(merged.token))
-    return _joined(some, [np.array(p) for p in places], merged, starts)
-
-
-def _joined(
-    proposals: Sequence[Proposal], places: Sequence[np.ndarray], nodes: _Nodes, starts: list[int]
-) -> Proposal:
-    m = len(nodes.token)
-    logprob, source = np.full(m, -np.inf), np.zeros(m, np.int64)
+    trees = [p.trees for p in some]
+    ends = np.cumsum([0, *(t.n_nodes for t in trees)])
+    lists = [
+        (t.token, t.parent, t.depth, p.column, t.logprob, _sources(t))
+        for p, t in zip(some, trees, strict=True)
+    ]
+    starts, made, logprob, source, place = _merged(
+        np.stack([t.row_start for t in trees]) + ends[:-1, None],
+        np.array([p.width for p in some]),
+        tuple(np.concatenate(values) for values in zip(*lists, strict=True)),
+    )
+    token, parent, depth, column = made
     drafted: dict[int, np.ndarray] = {}
-    for proposal, at in zip(proposals, places, strict=True):
-        trees = proposal.trees
-        logprob[at] = np.maximum(logprob[at], trees.logprob)
-        source[at] |= MODEL if trees.source is None else trees.source
-        for model, column in proposal.drafted.items():
-            there = drafted.setdefault(model, np.zeros(m, np.int64))
-            there[at] = column
-    token, parent, depth, column = (np.array(values, np.int64) for values in nodes.lists())
-    joined = CandidateTrees(np.array(starts), token, parent, depth, logprob, source)
+    for p, begin, end in zip(some, ends[:-1], ends[1:], strict=True):
+        for model, there in p.drafted.items():
+            drafted.setdefault(model, np.zeros(len(token), np.int64))[place[begin:end]] = there
+    joined = CandidateTrees(starts, token, parent, depth, logprob, source)
     return Proposal(joined, column, 1 + int(column.max()), drafted)
 
 
-@dataclass(slots=True)
-class _Nodes:
-    """Nodes in lists: a row has too few of them for arrays."""
-
-    token: list[int]
-    parent: list[int]
-    depth: list[int]
-    column: list[int]
-
-    @staticmethod
-    def of(proposal: Proposal) -> _Nodes:
-        t = proposal.trees
-        return _Nodes(t.token.tolist(), t.parent.tolist(), t.depth.tolist(), proposal.column.tolist())
-
-    def part(self, start: int, end: int) -> _Nodes:
-        return _Nodes(*(values[start:end] for values in self.lists()))
-
-    def lists(self) -> tuple[list[int], ...]:
-        return self.token, self.parent, self.depth, self.column
-
-    def extend(self, other: _Nodes) -> None:
-        for mine, more in zip(self.lists(), other.lists(), strict=True):
-            mine.extend(more)
+def _sources(trees: CandidateTrees) -> np.ndarray:
+    return np.full(trees.n_nodes, MODEL) if trees.source is None else trees.source
 
 
-def _merge_row(trees: Sequence[_Nodes], free: int) -> tuple[_Nodes, list[list[int]]]:
-    """The row's nodes by depth, parents first; within a depth those of the first tree come first. Also where
-    each tree's nodes have gone. ``free``: the first column that the first tree leaves."""
-    nodes, *later = trees
-    places = [list(range(len(nodes.token)))]
-    if not later:
-        return nodes, places
-    at = {key: i for i, key in enumerate(zip(nodes.parent, nodes.token, strict=True))}
-    for tree in later:
-        merged: list[int] = []
-        for token, parent, depth in zip(tree.token, tree.parent, tree.depth, strict=True):
-            above = merged[parent] if parent >= 0 else -1
-            i = at.get((above, token))
-            if i is None:
-                i = at[above, token] = len(nodes.token)
-                nodes.extend(_Nodes([token], [above], [depth], [free]))
-                free += 1
-            merged.append(i)
-        places.append(merged)
-    order = sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__)
-    place = {old: new for new, old in enumerate(order)} | {-1: -1}
-    sorted_nodes = _Nodes(*([values[i] for i in order] for values in nodes.lists()))
-    sorted_nodes.parent = [place[parent] for parent in sorted_nodes.parent]
-    return sorted_nodes, [[place[i] for i in into] for into in places]
+@compiled(INT_TABLE, INTS, several(INTS, INTS, INTS, INTS, FLOATS, INTS))
+def _merged(
+    row_start: np.ndarray, width: np.ndarray, nodes: tuple[np.ndarray, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``nodes``: of all proposals, one behind the other: token, parent, depth, column, log-probability and
+    sources. ``row_start`` [k, n + 1]: where the rows of each proposal begin there. ``width`` [k].
+
+    Returns where rows begin; token, parent, depth and column [4, m]; log-probabilities and sources [m]; and
+    where each of ``nodes`` has gone."""
+    token, parent, depth, column, logprob, source = nodes
+    n, most = row_start.shape[1] - 1, len(token)
+    starts, place, to = np.zeros(n + 1, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    raw, made = np.empty((4, most), np.int64), np.empty((4, most), np.int64)  # as they come; by depth
+    best, bits = np.full(most, -np.inf), np.zeros(most, np.int64)
+    for r in range(n):
+        begin, count, free, deepest = starts[r], 0, 0, 0
+        for k in range(len(width)):
+            first, known = row_start[k, r], count
+            free = free if known > 0 else width[k]  # of the first proposal that has a tree here
+            for i in range(first, row_start[k, r + 1]):
+                above = place[first + parent[i]] if parent[i] >= 0 else -1
+                at = 0 if known > 0 else count
+                while at < count and (raw[0, at] != token[i] or raw[1, at] != above):
+                    at += 1
+                if at == count:
+                    raw[0, at], raw[1, at], raw[2, at] = token[i], above, depth[i]
+                    raw[3, at] = free if known > 0 else column[i]
+                    free += int(known > 0)
+                    deepest = max(deepest, depth[i])
+                    count += 1
+                place[i] = at
+        end = begin
+        for level in range(1, deepest + 1):
+            for at in range(count):
+                if raw[2, at] == level:
+                    to[at] = end
+                    end += 1
+        for at in range(count):
+            j, up = to[at], raw[1, at]
+            made[0, j], made[2, j], made[3, j] = raw[0, at], raw[2, at], raw[3, at]
+            made[1, j] = to[up] - begin if up >= 0 else -1
+        for k in range(len(width)):
+            for i in range(row_start[k, r], row_start[k, r + 1]):
+                j = to[place[i]]
+                place[i] = j
+                best[j] = np.maximum(best[j], logprob[i])
+                bits[j] |= source[i]
+        starts[r + 1] = end
+    m = starts[n]
+    return starts, made[:, :m], best[:m], bits[:m], place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -245,6 +246,51 @@ def test_each_pool_moves_what_it_holds(seed: int) -> None:
             column = own[row][path][1] if made else depth
             assert verified.held_at[at, i] == rows.seq_lens[row] + column
     assert verified.in_place == (verified.held_at == verified.positions).all()
+
+
+def merged_in_python(proposals: list[Proposal], n: int) -> list[list[tuple[int, ...]]]:
+    """Per row: token, parent, depth and column of each node, in order."""
+    rows = []
+    for row in range(n):
+        nodes: list[list[int]] = []
+        at: dict[tuple[int, int], int] = {}
+        free = 0
+        for proposal in proposals:
+            t = proposal.trees
+            start, end = t.row_start[row : row + 2].tolist()
+            is_first, mine = not nodes, list[int]()
+            if is_first:
+                free = proposal.width
+            for i in range(start, end):
+                above = mine[t.parent[i]] if t.parent[i] >= 0 else -1
+                key = above, int(t.token[i])
+                if key not in at:
+                    at[key] = len(nodes)
+                    nodes.append(
+                        [key[1], above, int(t.depth[i]), int(proposal.column[i]) if is_first else free]
+                    )
+                    free += not is_first
+                mine.append(at[key])
+        order = sorted(range(len(nodes)), key=lambda i: nodes[i][2])
+        place = {old: new for new, old in enumerate(order)} | {-1: -1}
+        rows.append([(nodes[i][0], place[nodes[i][1]], *nodes[i][2:]) for i in order])
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_merged_nodes_stand_where_a_loop_in_python_puts_them(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    proposals = [random_proposal(rng, 5, 3, 1 << k) for k in range(int(rng.integers(2, 4)))]
+    # One that doesn't say where its nodes come from, and an impossible node.
+    said = proposals[0].trees
+    logprob = np.where(rng.random(said.n_nodes) < 0.2, np.nan, said.logprob)
+    proposals[0] = replace(proposals[0], trees=replace(said, logprob=logprob, source=None))
+    merged = merge(proposals, 5)
+    trees, expected = merged.trees, merged_in_python(proposals, 5)
+    columns = zip(trees.token, trees.parent, trees.depth, merged.column, strict=True)
+    assert [tuple(map(int, node)) for node in columns] == [node for row in expected for node in row]
+    assert trees.row_start.tolist() == [0, *np.cumsum([len(row) for row in expected]).tolist()]
+    assert np.isnan(trees.logprob).sum() == np.isnan(logprob).sum()
 
 
 def test_a_single_proposal_is_left_alone() -> None:
