@@ -13,15 +13,15 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from adaserve.engine import logprobs, sampling
-from adaserve.engine.agree import Agreement
+from adaserve.engine.decisions import Decisions
 from adaserve.engine.device import Device, Mark, Run
 from adaserve.engine.dry_run import dry_run
 from adaserve.engine.early import EarlyDraft, TakenDraft
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
+from adaserve.engine.kv_caches import KVCaches
 from adaserve.engine.learner import Learner
 from adaserve.engine.penalties import Penalties
-from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sources.source import Drafting, TreeSource
@@ -30,8 +30,7 @@ from adaserve.engine.tap import Tap
 from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.proposal import Proposal, merge
-from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan, Selection
-from adaserve.scheduler.replay import Recorder
+from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan
 from adaserve.slo.lengths import OutputLengths
 
 Publish = Callable[[torch.Tensor], None]
@@ -50,14 +49,11 @@ class DecodeLoop:
 
     device: Device
     sources: Sequence[TreeSource]
-    kv_pools: Sequence[Any]  # SGLang's, of the target and of each draft model
-    req_to_token: torch.Tensor
+    caches: KVCaches
     requests: Requests
-    policies: ServedPolicies
-    agreement: Agreement
+    decisions: Decisions
     tap: Tap
     learner: Learner | None
-    recorder: Recorder | None
     lengths: OutputLengths
     observed: Callable[[IterationOutcome], None]
     """Told what every iteration did, once the policy knows."""
@@ -78,7 +74,12 @@ class DecodeLoop:
     def decode(
         self, batch: Any, on_publish: Publish | None, grammar_barrier: Callable[[], None] | None = None
     ) -> GenerationBatchResult:
-        """One iteration (docs/architecture.md). Everything is queued; what is read has been waited for."""
+        """One iteration (docs/architecture.md). Everything is queued; what is read has been waited for.
+
+        ``batch``: SGLang's ``ScheduleBatch`` of n running requests. ``on_publish`` is told their new lengths,
+        int64 [n], as soon as these are queued. ``grammar_barrier`` returns when SGLang has advanced grammars
+        by what the last iteration accepted.
+        """
         pool_rows = rows_of_pool(batch)
         states = self.requests.at(pool_rows.tolist())
         settings, asked = sampling.Settings.of(batch.reqs, states), Asked.of(batch.reqs, states)
@@ -86,12 +87,12 @@ class DecodeLoop:
         behind, drawn = self._hear(batch, asked, settings, grammar_barrier)
         if self.learner is not None:
             self.learner.look(self.requests.unfinished, time.perf_counter())
-        policy, early = self.policies.current, self._take_early(states)
+        policy, early = self.decisions.policy, self._take_early(states)
         start_s, start = time.perf_counter(), self.device.mark()
         rows, offers = self._offered(self._rows(batch, pool_rows, asked, early))
         if drawn is not None:
             rows = replace(rows, running=replace(rows.running, underway=NO_DRAFT))
-        plan = self._plan(rows, start_s)
+        plan = self.decisions.plan(rows.running, start_s)
         drafts = self._draft(plan, rows) if early is None else [early.drafting]
         drafted = self.device.mark()
         draft_runs = self._take_runs() if early is None else early.runs
@@ -101,7 +102,7 @@ class DecodeLoop:
         proposal, allowed = merge([*(d.read() for d in drafts), *offers], len(rows)), None
         if rows.grammars is not None:
             proposal, allowed = rows.grammars.constrain(proposal)
-        selection = self._select(plan, proposal)
+        selection = self.decisions.select(plan, proposal.trees)
         verified = verify.build(rows, proposal, selection)
         tensors, draws, logits = self._verify(batch, rows, settings, verified, allowed, drawn)
         acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
@@ -119,14 +120,15 @@ class DecodeLoop:
         outcome = self.device.get(
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
         )
-        self._compact(verified, tensors, acceptance)  # which the host does not have to wait for
+        self.caches.compact(verified, tensors, acceptance)  # which the host does not have to wait for
         if drawn is not None:
             self.settle()
             verified.tokens[:] = rows.roots
         runs = [before + now for before, now in zip(draft_runs, runs, strict=True)]
         self._arriving = self._unobserved = self._last = Iteration(
-            rows, policy, plan, drafts, proposal, selection, verified, start_s, behind, marks, runs, outcome
-        )
+            rows, policy, plan, drafts, offers, proposal, selection, verified, start_s, behind, marks, runs,
+            outcome,
+        )  # fmt: skip
         if self.overlaps:
             self._draft_early(self._arriving, tensors, acceptance)
         else:
@@ -145,7 +147,7 @@ class DecodeLoop:
 
     def _offered(self, rows: DecodeRows) -> tuple[DecodeRows, list[Proposal]]:
         """What sources propose without a forward, which the policy is told before it plans."""
-        if not self.policies.speculates:
+        if not self.decisions.speculates:
             return rows, []
         offers = [offer for source in self.sources if (offer := source.offer(rows)) is not None]
         if not offers:
@@ -153,23 +155,11 @@ class DecodeLoop:
         trees = merge(offers, len(rows)).trees
         return replace(rows, running=replace(rows.running, offered=trees)), offers
 
-    def _plan(self, rows: DecodeRows, now_s: float) -> IterationPlan:
-        plan = self.agreement.plan(lambda: self.policies.current.plan(rows.running, now_s), rows.running)
-        if self.recorder is not None:
-            self.recorder.planned(plan)
-        return plan
-
-    def _select(self, plan: IterationPlan, proposal: Proposal) -> Selection:
-        selection = self.agreement.selection(lambda: self.policies.current.select(plan, proposal.trees))
-        if self.recorder is not None:
-            self.recorder.selected(plan)
-        return selection
-
     def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
         """What the sources have queued."""
         if not plan.draft.depth:
             return []
-        keep = self.policies.current.keep_drafting if self.device.stops_early else None
+        keep = self.decisions.policy.keep_drafting if self.device.stops_early else None
         proposed = [source.propose(plan, rows, keep) for source in self.sources]
         return [drafting for drafting in proposed if drafting is not None]
 
@@ -179,7 +169,7 @@ class DecodeLoop:
         """Queues the next draft behind the verification, so that the device does not wait until the host has
         heard of the outcome and planned by it."""
         rows = iteration.rows
-        if rows.grammars is not None or not self.policies.speculates:
+        if rows.grammars is not None or not self.decisions.speculates:
             return
         for source in self.sources:
             early = source.propose_early(iteration.plan, rows, iteration.verified, tensors, acceptance)
@@ -188,7 +178,7 @@ class DecodeLoop:
 
     def _take_early(self, states: Sequence[RequestState]) -> TakenDraft | None:
         early, self._early = self._early, None
-        return early.take(states) if early is not None and self.policies.speculates else None
+        return early.take(states) if early is not None and self.decisions.speculates else None
 
     def _hear(
         self,
@@ -219,11 +209,11 @@ class DecodeLoop:
         forward, which has it on the device."""
         if last.verified.deepest or self._early is not None:
             return False
-        if last.policy is not self.policies.current or last.plan.then is None or last.plan.then.depth:
+        if last.policy is not self.decisions.policy or last.plan.then is None or last.plan.then.depth:
             return False
         if asked.with_grammar or settings.penalized.any() or batch.sampling_info.has_custom_logit_processor:
             return False
-        offers = self.policies.speculates and any(source.reads_text for source in self.sources)
+        offers = self.decisions.speculates and any(source.reads_text for source in self.sources)
         return self.device.target.follows and not (offers or self.tap.is_open)
 
     def _verify(
@@ -276,20 +266,6 @@ class DecodeLoop:
             can_run_cuda_graph=False,
         )
 
-    def _compact(
-        self, verified: verify.VerifyBatch, tensors: verify.Tensors, acceptance: verify.Acceptance
-    ) -> None:
-        """Makes the accepted paths contiguous in all KV caches."""
-        if self.device.in_place(verified, acceptance):
-            return
-        n = len(verified.root)
-        target, sources = self.device.moves(tensors, acceptance, self.req_to_token, n, verified.deepest)
-        pools = [self.kv_pools[0], *(self.kv_pools[1 + number] for number in verified.drafted)]
-        for pool, source in zip(pools, sources, strict=True):
-            self.device.move(pool, target, source)
-        if self.device.target_states is not None:
-            self.device.move(self.device.target_states, target, sources[0])
-
     def free_s(self) -> float:
         """When the device was done with all that was queued by the last iteration. It must have got there."""
         return self.times.last_end_s + (0 if self._early is None else self._early.queued_s)
@@ -319,9 +295,7 @@ class DecodeLoop:
         iteration, self._unobserved = self._unobserved, None
         outcome = iteration.outcome(self.times.last_end_s, self.times.has_prefilled)
         self.times.decoded(outcome, iteration.runs)
-        iteration.policy.observe(outcome)
-        if self.recorder is not None:
-            self.recorder.observed(outcome)
+        self.decisions.observe(iteration.policy, outcome)
         self.observed(outcome)
         leaving, self._leaving = self._leaving, []
         for rid in leaving:
@@ -344,10 +318,8 @@ class DecodeLoop:
 
     def forget(self, rid: str) -> None:
         """Drops what is known of a request that will not decode again, or not as it was."""
-        self.policies.forget(rid)
+        self.decisions.forget(rid)
         self.tap.finished(rid)
-        if self.recorder is not None:
-            self.recorder.forget(rid)
 
 
 def rows_of_pool(batch: Any) -> np.ndarray:

@@ -45,7 +45,8 @@ class Iteration:
     rows: DecodeRows
     policy: Policy  # that planned it
     plan: IterationPlan
-    drafts: Sequence[Drafting]  # that the proposal was read from
+    drafts: Sequence[Drafting]  # that the proposal was read from, and what was merged with them
+    offers: Sequence[Proposal]
     proposal: Proposal
     selection: Selection
     verified: VerifyBatch

@@ -19,11 +19,13 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from adaserve.config import AdaServeConfig, ConfigError, slo_classes
 from adaserve.engine import kept_costs, measure
 from adaserve.engine.agree import Agreement
+from adaserve.engine.decisions import Decisions
 from adaserve.engine.decode import DecodeLoop, Publish, rows_of_pool
 from adaserve.engine.device import Device
 from adaserve.engine.forecast import Forecaster
 from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.iteration import counts_by_source, sample_of
+from adaserve.engine.kv_caches import KVCaches
 from adaserve.engine.learner import Learner
 from adaserve.engine.penalties import restore_penalties
 from adaserve.engine.policies import ServedPolicies
@@ -108,14 +110,11 @@ class AdaServeWorker(BaseSpecWorker):
         self.loop = DecodeLoop(
             device=device,
             sources=sources,
-            kv_pools=pools,
-            req_to_token=table,
+            caches=KVCaches(device, pools, table),
             requests=self._requests,
-            policies=self.policies,
-            agreement=agreement,
+            decisions=Decisions(self.policies, agreement, Recorder(Path(records)) if records else None),
             tap=tap,
             learner=self.learner,
-            recorder=Recorder(Path(records)) if records else None,
             lengths=self.ledger.lengths,
             observed=self._observed,
             deepest=config.deepest,

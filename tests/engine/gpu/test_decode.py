@@ -19,7 +19,9 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.agree import Agreement
 from adaserve.engine.clock import HostMark
 from adaserve.engine.cpu import Inputs
+from adaserve.engine.decisions import Decisions
 from adaserve.engine.decode import DecodeLoop
+from adaserve.engine.kv_caches import KVCaches
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests as ServedRequests
 from adaserve.engine.roots import RootTokens
@@ -103,17 +105,17 @@ class Run:
         self.policies = ServedPolicies(CONFIG, LearnedCosts(default_latency()), parts)
         self.policies.current = build_policy(policy, policy_config(len(self.models)))
         self.outcomes: list[IterationOutcome] = []
+        alone = SimpleNamespace(world_size=1, rank_in_group=0)
         self.loop = DecodeLoop(
             device=parts,
             sources=self.beams,
-            kv_pools=[Pool(model) for model in (self.target, *self.models)],
-            req_to_token=requests.req_to_token,
+            caches=KVCaches(
+                parts, [Pool(model) for model in (self.target, *self.models)], requests.req_to_token
+            ),
             requests=ServedRequests((1, 0)),
-            policies=self.policies,
-            agreement=Agreement(SimpleNamespace(world_size=1, rank_in_group=0)),  # type: ignore[arg-type]
+            decisions=Decisions(self.policies, Agreement(alone), None),  # type: ignore[arg-type]
             tap=Tap(0.0),
             learner=None,
-            recorder=None,
             lengths=OutputLengths(),
             observed=self.outcomes.append,
             deepest=SUFFIX_DEPTH,
@@ -228,7 +230,7 @@ def test_greedy(policy: str, overlap: bool, device: str) -> None:
 def test_a_recording_under_overlap_replays(policy: str, tmp_path: Path) -> None:
     """Between plan and selection the last outcome is observed, where nothing is queued ahead of it."""
     run, path = Run(policy, overlap=True), tmp_path / "run.jsonl"
-    with Recorder(path) as run.loop.recorder:
+    with Recorder(path) as run.loop.decisions.recorder:
         run.finish()
     assert len(list(read_recording(path))) == run.iterations
     assert replay(path, build_policy(policy, policy_config())) == []
@@ -324,8 +326,10 @@ def test_depth_is_planned_without_a_frontier_where_nobody_asks() -> None:
 def test_plain_decoding_takes_no_offers(name: str) -> None:
     run = Run("priced", overlap=True, device="host", drafts="suffix")
     device = run.loop.device
-    run.loop.policies = ServedPolicies(AdaServeConfig(), LearnedCosts(default_latency()), device, True)
-    run.loop.policies.choose(name)
+    run.loop.decisions.policies = ServedPolicies(
+        AdaServeConfig(), LearnedCosts(default_latency()), device, True
+    )
+    run.loop.decisions.policies.choose(name)
     run.finish().check()
     assert not any(outcome.trees.n_nodes for outcome in run.outcomes)
 

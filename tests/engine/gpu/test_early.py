@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from adaserve.engine.clock import HostMark
-from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.device import Beams
+from adaserve.engine.kv_caches import KVCaches
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.source import EarlyProposal
 from adaserve.engine.trees.proposal import Proposal
@@ -224,13 +224,13 @@ def test_not_where_outcomes_are_awaited() -> None:
 def test_the_clock_of_early_drafts_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """KV moves between an outcome and the draft behind it. If that time were lost, iterations would end
     the earlier the longer drafts are queued early, and prompts would seem to take what is missing."""
-    run, compact = Run("chain-3", overlap=True), DecodeLoop._compact
+    run, compact = Run("chain-3", overlap=True), KVCaches.compact
 
     def slow(*args: Any) -> None:
         compact(*args)
         time.sleep(0.05)
 
-    monkeypatch.setattr(DecodeLoop, "_compact", slow)
+    monkeypatch.setattr(KVCaches, "compact", slow)
     for _ in range(6):
         run.step()
     iteration, early = run.loop._arriving, run.loop._early

@@ -1,0 +1,59 @@
+"""What the policy of the moment decides about an iteration: the same on all ranks, and recorded if asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adaserve.engine.agree import Agreement
+from adaserve.engine.policies import ServedPolicies
+from adaserve.scheduler.interface import (
+    CandidateTrees,
+    IterationOutcome,
+    IterationPlan,
+    Policy,
+    RunningBatch,
+    Selection,
+)
+from adaserve.scheduler.replay import Recorder
+
+
+@dataclass(eq=False)
+class Decisions:
+    """Calls the policy as the simulator does: plan, select, observe."""
+
+    policies: ServedPolicies
+    agreement: Agreement
+    recorder: Recorder | None
+
+    @property
+    def policy(self) -> Policy:
+        """The one that decides now."""
+        return self.policies.current
+
+    @property
+    def speculates(self) -> bool:
+        return self.policies.speculates
+
+    def plan(self, running: RunningBatch, now_s: float) -> IterationPlan:
+        plan = self.agreement.plan(lambda: self.policy.plan(running, now_s), running)
+        if self.recorder is not None:
+            self.recorder.planned(plan)
+        return plan
+
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        selection = self.agreement.selection(lambda: self.policy.select(plan, trees))
+        if self.recorder is not None:
+            self.recorder.selected(plan)
+        return selection
+
+    def observe(self, policy: Policy, outcome: IterationOutcome) -> None:
+        """``policy``: that of the outcome's plan; another one may decide by now."""
+        policy.observe(outcome)
+        if self.recorder is not None:
+            self.recorder.observed(outcome)
+
+    def forget(self, rid: str) -> None:
+        """A request will not decode again, or not as it was."""
+        self.policies.forget(rid)
+        if self.recorder is not None:
+            self.recorder.forget(rid)
