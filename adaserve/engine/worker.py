@@ -169,7 +169,7 @@ class AdaServeWorker(BaseSpecWorker):
         if on_device(draft.runner.device) or not alone:
             raise ConfigError("drafts learn on a single CPU rank so far: leave out --learn")
         assert isinstance(source, BeamSource)
-        target = None if draft.kind == "model" else self._target_path
+        target = None if draft.kind == "model" else self._server_args.model_path
         return Learner(self.config, tap, draft.runner.model, source, draft.path, self.ledger.stats, target)
 
     @property
