@@ -165,9 +165,9 @@ def _cdf(groups: Sequence[Group], names: Sequence[str], key: str) -> Chart:
         return Chart("ttft", "Time to first token", figure)
     ax.axvline(1.0, color=figures.LIMIT, linestyle="--", linewidth=1)
     note = (
-        "Left of the red line is in time. A curve ends below 100% when requests failed. Answers of one chunk "
+        "Left of the red line is in time. A curve ends below 100% when requests failed. "
+        "Answers of one chunk count as 0, and requests without a TPOT SLO are left out."
     )
-    note += "count as 0, and requests without a TPOT SLO are left out."
     return Chart("tpot-ratio", "TPOT against its SLO", figure, note)
 
 

@@ -34,7 +34,7 @@ def attainment_weight(
     speculation, and m (a - 1) by it. The surplus over L, in standard deviations, is taken twice: with
     ``COUNTED_ON`` of the latter it says how safe the request is, and with all of them how lost. The weight is
     1 + attain_weight * g with g the sensitivity of the attainment to one more token: small when safe, 1 when
-    it hangs in the balance, falling off when lost. The constants are ours, chosen in the simulator.
+    it hangs in the balance, falling off when lost. The constants are ours.
 
     Without weights verify tokens go to the requests that are easiest to draft for, and those that are hard
     fall behind their SLO.

@@ -189,12 +189,13 @@ def read_headers(headers: Headers, config: SLOConfig) -> FromHeaders:
     _refuse_misspelt(sent)
     for meant, text in _traced(sent):
         sent.setdefault(meant, []).append(text)
+    tenants = _tenants(sent)
     return FromHeaders(
         wish=_in_headers(sent, config.limits),
         speculation=_said_once(sent, HEADER_SPECULATION, _speculation),
         priority=_said_once(sent, HEADER_PRIORITY, _priority),
-        learn=_lets_learn(sent) and not config.limits.never_learn.intersection(_tenants(sent)),
-        tenant=_tenants(sent)[0],
+        learn=_lets_learn(sent) and not config.limits.never_learn.intersection(tenants),
+        tenant=tenants[0],
         routed=_came_through_a_router(sent),
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.verify import SCRATCH_SLOT
-from adaserve.scheduler.compiled import INT, INT_TABLE, INTS, compiled
+from adaserve.scheduler.compiled import INTS, compiled
 
 
 @dataclass(frozen=True)
@@ -97,22 +97,11 @@ def slot_lists(extent: Extent, pool_rows: np.ndarray, gap: Gap | None = None) ->
     """int64 [R, LIST], what ``list_slots`` reads: where a request's slots go, how many they are, its row of
     the request pool, where its gap is and how long. Padding behind the requests has a row of -1, and lists
     the scratch slot."""
-    at, left_out = (0, pool_rows[:0]) if gap is None else (gap.start, gap.length)
-    lists: np.ndarray = _slot_lists(extent.starts, extent.kv_lens, pool_rows, at, left_out)
-    return lists
-
-
-@compiled(INT_TABLE, INTS, INTS, INT, INTS)
-def _slot_lists(
-    starts: np.ndarray, kv_lens: np.ndarray, pool_rows: np.ndarray, gap_at: int, left_out: np.ndarray
-) -> np.ndarray:
-    lists = np.zeros((len(kv_lens), LIST), np.int64)
-    for r in range(len(kv_lens)):
-        lists[r, 0], lists[r, 1], lists[r, 2] = starts[1, r], kv_lens[r], -1
-        if r < len(pool_rows):
-            lists[r, 2] = pool_rows[r]
-        if r < len(left_out):
-            lists[r, 3], lists[r, 4] = gap_at, left_out[r]
+    lists, n = np.zeros((len(extent.kv_lens), LIST), np.int64), len(pool_rows)
+    lists[:, 0], lists[:, 1], lists[:, 2] = extent.kv_starts[:-1], extent.kv_lens, -1
+    lists[:n, 2] = pool_rows
+    if gap is not None:
+        lists[:n, 3], lists[:n, 4] = gap.start, gap.length
     return lists
 
 
