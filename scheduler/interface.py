@@ -159,6 +159,9 @@ class RunningBatch:
     underway: Draft | None = None
     """The draft of this iteration, where it was queued before it was known what the one before accepts. Plans
     take it as it is."""
+    reading_s: float = 0.0
+    """Seconds in which a device has nothing to do, since the host reads the candidates and selects among
+    them. Where a plan takes them all that is saved; 0 = nothing is."""
     likely_tokens: IntArray | None = None
     """What is likely still to be generated, [n], by what clients expect or what answers of the class brought;
     None = ``remaining_tokens``. It may be wrong, so it never limits a tree."""
@@ -188,6 +191,9 @@ class IterationPlan:
     """Deepest node per row that may be kept, [n]; None = no row is limited below ``draft.depth``."""
     then: Draft | None = None
     """What is to be drafted in the next iteration if that can't wait for a plan, judged by this one."""
+    takes_all: bool = False
+    """Whatever is drafted is verified, all of it. So a driver may queue the verification behind the draft
+    before the candidates are known, and ask for the selection later."""
 
     @property
     def need(self) -> FloatArray:
@@ -241,6 +247,14 @@ class Selection:
         zeros = np.zeros(n, np.int64)
         return Selection(np.zeros(candidates, np.bool_), zeros, zeros, np.ones(n))
 
+    @staticmethod
+    def everything(trees: CandidateTrees) -> Selection:
+        """All candidates, by their own probabilities."""
+        f = np.fmin(np.fmax(np.exp(trees.logprob), 0.0), 1.0)
+        counts = np.diff(trees.row_start)
+        expected = 1.0 + np.bincount(trees.row, f, trees.n_rows)
+        return Selection(np.ones(trees.n_nodes, np.bool_), counts, np.zeros_like(counts), expected)
+
     @property
     def verify_tokens(self) -> int:
         """Tokens of the verification forward, roots included."""
@@ -292,7 +306,7 @@ class Policy(Protocol):
         ...
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """Decides which candidates are verified."""
+        """Decides which candidates are verified: all of them where the plan says so."""
         ...
 
     def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:

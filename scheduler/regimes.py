@@ -26,6 +26,8 @@ class Regime:
     """[d_max, w_max]: what beam b of level l + 1 has been worth per row beyond the price of its verify token,
     where nothing was offered."""
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))  # value per quiet second
+    bought: MovingAverage = field(default_factory=lambda: MovingAverage(0.1, start=1.0))
+    """Share of the candidates that paid, where some were drafted."""
     depth: int = 1  # of the last plan
     width: int = 1
     in_vain: int = 0  # probes in a row after which drafting still did not pay

@@ -40,14 +40,15 @@ class Decisions:
             self.recorder.planned(plan)
         return plan
 
-    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        selection = self.agreement.selection(lambda: self.policy.select(plan, trees))
+    def select(self, policy: Policy, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """``policy``: that of the plan; another one may decide by now."""
+        selection = self.agreement.selection(lambda: policy.select(plan, trees))
         if self.recorder is not None:
             self.recorder.selected(plan)
         return selection
 
     def observe(self, policy: Policy, outcome: IterationOutcome) -> None:
-        """``policy``: that of the outcome's plan; another one may decide by now."""
+        """``policy``: that of the outcome's plan."""
         policy.observe(outcome)
         if self.recorder is not None:
             self.recorder.observed(outcome)

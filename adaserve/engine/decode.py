@@ -29,8 +29,9 @@ from adaserve.engine.state import Asked, DecodeRows, RequestState
 from adaserve.engine.tap import Tap
 from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
-from adaserve.engine.trees.proposal import Proposal, merge
-from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan
+from adaserve.engine.trees.batch import UnreadNodes
+from adaserve.engine.trees.proposal import Proposal, Unread, merge
+from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan, Policy, Selection
 from adaserve.slo.lengths import OutputLengths
 
 Publish = Callable[[torch.Tensor], None]
@@ -92,19 +93,18 @@ class DecodeLoop:
         rows, offers = self._offered(self._rows(batch, pool_rows, asked, early))
         if drawn is not None:
             rows = replace(rows, running=replace(rows.running, underway=NO_DRAFT))
+        rows = self._with_reading(rows, offers, settings)
         plan = self.decisions.plan(rows.running, start_s)
         drafts = self._draft(plan, rows) if early is None else [early.drafting]
         drafted = self.device.mark()
         draft_runs = self._take_runs() if early is None else early.runs
         self._observe()  # the last iteration, if that is known, while the device drafts
-        if drafts:
+        unread = drafts[0].unread() if plan.takes_all and len(drafts) == 1 and drafts[0].unread else None
+        if drafts and unread is None:
             dry_run(self.device, policy, plan, self._last)
-        proposal, allowed = merge([*(d.read() for d in drafts), *offers], len(rows)), None
-        if rows.grammars is not None:
-            proposal, allowed = rows.grammars.constrain(proposal)
-        selection = self.decisions.select(plan, proposal.trees)
+        proposal, allowed, selection = self._select(policy, plan, rows, drafts, offers, unread)
         verified = verify.build(rows, proposal, selection)
-        tensors, draws, logits = self._verify(batch, rows, settings, verified, allowed, drawn)
+        tensors, draws, logits = self._verify(batch, rows, settings, verified, allowed, drawn, unread)
         acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
         if logits is not None:
             self.tap.verified(rows, verified, acceptance, logits)
@@ -127,7 +127,7 @@ class DecodeLoop:
         runs = [before + now for before, now in zip(draft_runs, runs, strict=True)]
         self._arriving = self._unobserved = self._last = Iteration(
             rows, policy, plan, drafts, offers, proposal, selection, verified, start_s, behind, marks, runs,
-            outcome,
+            outcome, unread is not None,
         )  # fmt: skip
         if self.overlaps:
             self._draft_early(self._arriving, tensors, acceptance)
@@ -155,6 +155,16 @@ class DecodeLoop:
         trees = merge(offers, len(rows)).trees
         return replace(rows, running=replace(rows.running, offered=trees)), offers
 
+    def _with_reading(
+        self, rows: DecodeRows, offers: Sequence[Proposal], settings: sampling.Settings
+    ) -> DecodeRows:
+        """Tells the policy what the host would take to read candidates, where a device can do without: if
+        nothing joins them, and no draw depends on more than the device knows."""
+        joined = offers or rows.grammars is not None or len(self.device.drafters) > 1
+        if self.device.stops_early or joined or self.tap.is_open or settings.penalized.any():
+            return rows
+        return replace(rows, running=replace(rows.running, reading_s=self.times.reading_s))
+
     def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
         """What the sources have queued."""
         if not plan.draft.depth:
@@ -162,6 +172,24 @@ class DecodeLoop:
         keep = self.decisions.policy.keep_drafting if self.device.stops_early else None
         proposed = [source.propose(plan, rows, keep) for source in self.sources]
         return [drafting for drafting in proposed if drafting is not None]
+
+    def _select(
+        self,
+        policy: Policy,
+        plan: IterationPlan,
+        rows: DecodeRows,
+        drafts: Sequence[Drafting],
+        offers: Sequence[Proposal],
+        unread: Unread | None,
+    ) -> tuple[Proposal, Allowed | None, Selection]:
+        """What is proposed, what grammars allow of it, and what is verified. Waits for the drafts, unless
+        they are ``unread``, and all of it is verified."""
+        if unread is not None:
+            return unread.outline, None, Selection.everything(unread.outline.trees)
+        proposal, allowed = merge([*(d.read() for d in drafts), *offers], len(rows)), None
+        if rows.grammars is not None:
+            proposal, allowed = rows.grammars.constrain(proposal)
+        return proposal, allowed, self.decisions.select(policy, plan, proposal.trees)
 
     def _draft_early(
         self, iteration: Iteration, tensors: verify.Tensors, acceptance: verify.Acceptance
@@ -224,12 +252,17 @@ class DecodeLoop:
         verified: verify.VerifyBatch,
         allowed: Allowed | None,
         drawn: torch.Tensor | None,
+        unread: Unread | None,
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
         """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
         target, info = self.device.target, batch.sampling_info
-        tree_batch = verified.batch if drawn is None else replace(verified.batch, drawn=drawn)
-        states = target.run(tree_batch)  # first: the device waits for it, and not for what follows
-        tensors = self.device.put(verified.arrays())
+        if unread is not None:
+            more = {"of": unread.of, "columns": unread.columns}
+            tensors = self.device.put({**verified.arrays(), **more})
+            states = target.run(replace(verified.batch, unread=UnreadNodes(unread.found, tensors)))
+        else:
+            states = target.run(replace(verified.batch, drawn=drawn))
+            tensors = self.device.put(verified.arrays())  # behind what the device waits for
         if drawn is not None:
             tensors["tree"][0].copy_(drawn)
         wanted = batch.return_logprob or self.tap.is_open
@@ -282,11 +315,20 @@ class DecodeLoop:
         iteration, self._arriving = self._arriving, None
         if iteration is None:
             return
+        if iteration.unread:
+            iteration = self._unobserved = self._last = self._read(iteration)
         for state, tokens in zip(iteration.rows.states, iteration.emitted(), strict=True):
             state.advance(tokens)
         accepted = iteration.accepted()
         for source in self.sources:
             source.advanced(iteration.rows, iteration.verified, accepted)
+
+    def _read(self, iteration: Iteration) -> Iteration:
+        """The iteration with its candidates. The policy is told of them as if it had to select."""
+        rows, plan, drafts = iteration.rows, iteration.plan, iteration.drafts
+        proposal, _, selection = self._select(iteration.policy, plan, rows, drafts, iteration.offers, None)
+        verified = verify.build(rows, proposal, selection)
+        return replace(iteration, proposal=proposal, selection=selection, verified=verified, unread=False)
 
     def _observe(self) -> None:
         """Tells the policy and whoever else wants to know what the last iteration did."""

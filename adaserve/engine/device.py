@@ -98,8 +98,15 @@ class Beams:
 KeepGoing = Callable[[int, np.ndarray], bool]
 """(step, path log-probabilities [a, beams] of its level) -> whether another step is worth its time."""
 
-Ready = Callable[[], Beams]
-"""Gives what was queued; waits for the device if it must."""
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A search that was queued."""
+
+    read: Callable[[], Beams]  # waits for the device if it must
+    found: Tensor | None = None
+    """int64 [3, R, nodes], ``Levels.found``: the candidates on the device, until the drafter's next search;
+    None where the host has them at once."""
 
 
 class Drafter(Protocol):

@@ -57,6 +57,9 @@ class Iteration:
     marks: Marks
     runs: Sequence[Sequence[Run]]  # its forwards of the target, and of each draft model
     copy: HostCopy  # count int64 [n], emitted int64 [n, stride], accepted bool [T]
+    unread: bool = False
+    """Whether the candidates were verified before they were read: then ``proposal`` is an outline, and
+    ``selection`` and ``verified`` are what that gives."""
 
     def emitted(self) -> list[list[int]]:
         """Accepted tokens and the bonus of each row."""

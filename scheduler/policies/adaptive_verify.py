@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve.scheduler.acceptance import find_tested
+from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.calibration import claimed_probability, path_product
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
@@ -70,12 +71,17 @@ class AdaptiveVerifyPolicy(BasePolicy):
         super().__init__(name, config)
         self._k = k
         self.acceptance = AcceptanceModel()
+        self._bought = MovingAverage(0.1, start=1.0)  # share of the candidates
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The same chain for all."""
         return Shape(Draft(self._k))
 
-    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
+        """Where what they take longer is less than reading them would."""
+        return self._is_quicker(plan, tokens, self._bought.value)
+
+    def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The prefix of all chains' tokens that promises the most tokens per second."""
         if not trees.n_nodes:
             return Selection.nothing(trees.n_rows)
@@ -84,7 +90,9 @@ class AdaptiveVerifyPolicy(BasePolicy):
         p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
         f = within_cap(trees, path_product(p, trees.above), plan.cap)
         seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
-        return price_nodes(trees, f, np.ones(n), seconds).selection
+        chosen = price_nodes(trees, f, np.ones(n), seconds).selection
+        self._bought.add(chosen.keep.mean())
+        return chosen
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Recalibrates the acceptance model as well."""

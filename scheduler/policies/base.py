@@ -53,7 +53,7 @@ class Shape:
 
 
 class BasePolicy:
-    """Fixed shape, everything drafted is verified; subclasses override ``shape`` and ``select``."""
+    """Fixed shape, everything drafted is verified; subclasses override ``shape`` and ``choose``."""
 
     calibrate_every = 8  # iterations; policies that don't use the calibration only record the curves
     slo_aware = False  # whether the rule looks at SLOs; then prefills may, too
@@ -99,6 +99,7 @@ class BasePolicy:
         offered = 0 if running.offered is None else running.offered.n_nodes
         drafted = _most_nodes(draft) * self.config.drafts
         budget = max(n, min(limit, n * (1 + drafted) + offered))
+        reaches = _limit(cap, draft.depth, shape.deepest)
         plan = IterationPlan(
             iteration=self._iterations,
             now_s=now_s,
@@ -108,11 +109,28 @@ class BasePolicy:
             n_max=shape.n_max,
             weight=shape.weight,
             t_spec_s=self._t_spec(running, draft, budget),
-            cap=_limit(cap, draft.depth, shape.deepest),
+            cap=reaches,
             then=then,
         )
         self._iterations += 1
-        return plan
+        if not (running.reading_s and draft.depth) or offered or reaches is not None:
+            return plan
+        tokens = n + plan.drafting_rows * drafted
+        return replace(plan, takes_all=tokens <= limit and self.wants_all(plan, tokens))
+
+    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
+        """Whether all candidates should be verified, whatever they are: ``tokens`` with the roots, which is
+        within the budget."""
+        return True
+
+    def _is_quicker(self, plan: IterationPlan, tokens: int, share: float) -> bool:
+        """Whether ``tokens`` that nobody has read are verified sooner than what is usually bought of them:
+        ``share`` of the candidates."""
+        running = plan.running
+        n, context = len(running), self.context(running)
+        fewer = n + round(share * (tokens - n))
+        more_s = self.costs.verify_s(tokens, context) - self.costs.verify_s(fewer, context)
+        return more_s < running.reading_s
 
     def context(self, running: RunningBatch) -> Context:
         """What the batch has cached, as the latency model is asked."""
@@ -162,6 +180,11 @@ class BasePolicy:
         return seconds
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """What ``choose`` says, unless all are taken; then it may still learn of them."""
+        chosen = self.choose(plan, trees)
+        return Selection.everything(trees) if plan.takes_all else chosen
+
+    def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""
         return best_anywhere(trees, path_probability(trees), plan.budget, plan.cap)
 

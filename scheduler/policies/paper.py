@@ -53,7 +53,7 @@ class AdaServePolicy(BasePolicy):
         # The authors' public code: int(1.2 B / n) added nodes; at least 1 or the phase does nothing.
         return max(1, int(self.config.n_max_factor * B / n))
 
-    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+    def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """SLO phase, then throughput phase (Algorithm 2 lines 9-23)."""
         f = path_probability(trees)
         # Candidates that cost no step are deeper.
@@ -76,7 +76,7 @@ class GlobalGreedyPolicy(AdaServePolicy):
 
     slo_aware = False
 
-    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+    def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The best candidates of all requests."""
         return best_anywhere(trees, path_probability(trees), plan.budget, plan.cap)
 
@@ -86,6 +86,6 @@ class EqualGreedyPolicy(AdaServePolicy):
 
     slo_aware = False
 
-    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+    def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """An equal share of B for each."""
         return equal_share(trees, path_probability(trees), plan.budget, plan.cap)

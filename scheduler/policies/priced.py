@@ -259,7 +259,7 @@ class PricedPolicy(BasePolicy):
         f = self.calibrator.path_values(trees, running.rids, running.slo_class)
         return within_cap(trees, f, plan.cap)
 
-    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+    def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """What ``scheduler/pricing.py`` buys of the calibrated candidates."""
         weight, n = plan.weight, len(plan.running)
         assert weight is not None
@@ -269,7 +269,9 @@ class PricedPolicy(BasePolicy):
                 del self._bought[next(iter(self._bought))]
             self._bought[plan.iteration] = f, priced
         regime = self._regime(plan.running)
-        if not trees.draft_steps:
+        if trees.draft_steps:
+            regime.bought.add(priced.selection.keep.mean())
+        else:
             roots_rate = float(weight.sum() / seconds[0])
             if priced.rate <= roots_rate * (1.0 + self.config.least_gain):
                 self._add_rate(regime, roots_rate)
@@ -280,6 +282,10 @@ class PricedPolicy(BasePolicy):
             possible = int(np.count_nonzero(priced.value))
             return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1, possible))
         return priced.selection
+
+    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
+        """Where what they take longer is less than reading them would."""
+        return self._is_quicker(plan, tokens, self._regime(plan.running).bought.value)
 
     def _buy(self, plan: IterationPlan, trees: CandidateTrees) -> tuple[FloatArray, FloatArray, Priced]:
         """Seconds by verified nodes, what nodes are worth by themselves [m], and what is bought."""

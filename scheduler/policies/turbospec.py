@@ -74,7 +74,7 @@ class TurboSpecPolicy(BasePolicy):
     def _chain(self, n: int, k: int) -> Shape:
         return Shape(Draft(k), budget=n * (1 + k), deepest=k)
 
-    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+    def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The first k tokens of every chain."""
         f = np.where(_on_first_chain(trees), path_probability(trees), 0.0)
         return best_anywhere(trees, f, plan.budget, plan.cap)

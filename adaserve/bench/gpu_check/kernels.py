@@ -27,6 +27,7 @@ from adaserve.bench.gpu_check import sglang_kernels
 from adaserve.bench.gpu_check.early import check_early
 from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
 from adaserve.bench.gpu_check.search import check_search
+from adaserve.bench.gpu_check.unread import check_unread
 from adaserve.bench.gpu_check.walk import check_walk
 from adaserve.engine.filters import Filter, by_sort, differences, examples
 from adaserve.engine.gpu import noise
@@ -309,6 +310,7 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
         cases = ((64, 4000, 17), (1, 16_000, 65)) if device == "cuda" else ((5, 90, 17),)
         results = [check_layout(*case, where) for case in cases]
         results += [check_early(*case, where) for case in ((1, 3), (5, 2), (64, 2))]
+        results += [check_unread(*case, where) for case in ((1, 5, 3), (9, 4, 2), (64, 3, 1))]
     elif name == "beams":
         results = [check_beams(*sizes, where) for sizes in ((1, 5, 3), (64, 5, 3), (24, 8, 8))]
         results += [check_search(*sizes, where) for sizes in ((1, 5, 3), (12, 4, 3))]

@@ -138,7 +138,7 @@ class CpuForward:
             beams = self._native(native, model.pool, first, search, keep)
         else:
             beams = self._walk(first, search, keep)
-        return lambda: beams
+        return Ready(lambda: beams)
 
     def _native(
         self, native: NativeBackend, pool: Any, first: TreeBatch, search: Search, keep: KeepGoing | None

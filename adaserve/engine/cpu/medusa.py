@@ -66,7 +66,7 @@ class MedusaForward:
         start = HostMark()
         beams = self._search(first, search)
         self._runs.append((start, HostMark()))
-        return lambda: beams
+        return Ready(lambda: beams)
 
     @torch.no_grad()
     def _search(self, first: TreeBatch, search: Search) -> Beams:

@@ -262,7 +262,7 @@ def queued_beams(found: Tensor, a: int, steps: int) -> Ready:
         tokens, parents, logprobs = copy.read()["found"][:, :a]
         return Beams(tokens, parents, logprobs.view(np.float64), steps)
 
-    return read
+    return Ready(read, found)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from adaserve.engine.gpu.beam_search import BeamSearches
 from adaserve.engine.gpu.layout import LIST, Extent, list_slots, seen_by, slot_lists
 from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import READ_AT_ONCE, Key, SearchKey
+from adaserve.engine.gpu.unread import write_nodes
 from adaserve.engine.transfer import StaticArrays
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.scheduler.compiled import BOOL_TABLE, BOOLS_OUT, INT, INTS, INTS_OUT, compiled, several
@@ -183,20 +184,27 @@ class GpuForward:
     def _replay(self, key: Key, extent: Extent, batch: TreeBatch) -> Any:
         self.parts.buffers.require(extent)
         prepared = self._prepared.get(key) or self._prepare(key)
-        kernel, packed = prepared.kernel, self._packed(prepared, extent, batch)
-        there = prepared.static.put(packed, self.device)
+        kernel, arrays = prepared.kernel, self._packed(prepared, extent, batch)
+        there = prepared.static.put(arrays, self.device)
 
         def forward() -> Any:
             kernel.take(there["starts"])
             return self._forward(key, kernel, Packed(there["inputs"], key, torch.bool))
 
-        if batch.drawn is not None:
-            Packed(there["inputs"], key, torch.bool).tokens[: len(batch)].copy_(batch.drawn)
+        if batch.drawn is not None or batch.unread is not None:
+            self._fill_in(batch, Packed(there["inputs"], key, torch.bool))
         output, run = self.parts.run(key, forward)
         if key not in self._prepared:
             self._eager = kernel, run[1]
         self._runs.append(run)
         return output
+
+    def _fill_in(self, batch: TreeBatch, packed: Packed) -> None:
+        """What the host does not know."""
+        if batch.drawn is not None:
+            packed.tokens[: len(batch)].copy_(batch.drawn)
+        if batch.unread is not None:
+            write_nodes(batch.unread, packed.tokens, packed.seen[0], self.parts.last_token)
 
     def _prepare(self, key: Key) -> _Prepared:
         """Kept for sizes that have a graph: there are too many of the others. A kernel of these must live

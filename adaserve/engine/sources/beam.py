@@ -6,12 +6,13 @@ and its ancestors. Re-parented beams therefore never move KV.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from adaserve.engine.clock import HostMark
 from adaserve.engine.device import Awaited, Beams, Device, Mark, ModelForward, Ready, Run, Search
@@ -20,7 +21,7 @@ from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.source import Drafting, EarlyProposal, KeepDrafting, TreeSource
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.batch import Gap, TreeBatch
-from adaserve.engine.trees.proposal import Proposal
+from adaserve.engine.trees.proposal import Proposal, Unread
 from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, laid_out, tree_shape
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
 from adaserve.scheduler.interface import MODEL, CandidateTrees, Draft, IterationPlan
@@ -84,7 +85,7 @@ class BeamSource(TreeSource):
     def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:
         """The draft has the KV of the root and of every node it expanded: all but the last level."""
         searched, self._searched = self._searched, None
-        expanded = 0 if searched is None else searched.ready().steps - 1
+        expanded = 0 if searched is None else searched.ready.read().steps - 1
         path = accepted.nonzero()[0]
         depth, tokens = verified.depth[path].tolist(), verified.tokens[path].tolist()
         drafted = verified.drafted.get(self._number)
@@ -117,11 +118,12 @@ class BeamSource(TreeSource):
         gap = self._left_out(plan.draft, rows.seq_lens, active)
         first = self.cache.first_batch(search.pool_rows, search.base, rows.roots[active], shape.width, gap)
         asking = asking_for(keep, plan, active, len(rows))
-        ready = cache(self._forward.search(first, search, asking))
+        ready = once(self._forward.search(first, search, asking))
         self.cache.drafted(pool_rows)
         self._searched = _Searched(frozenset(pool_rows), ready)
         first_level = None if asking is None else asking.first_level
-        return Drafting(lambda: self._proposal(shape, active, ready(), len(rows)), caught_up, first_level)
+        queued = Queued(ready, shape, active, np.arange(len(active)), len(rows))
+        return queued.drafting(self._proposal, caught_up, first_level)
 
     def propose_early(
         self,
@@ -156,14 +158,14 @@ class BeamSource(TreeSource):
         gap = self._left_out(then, cached, active)
         first = TreeBatch.causal(np.zeros(2 * len(active), np.int64), pool_rows, search.base - 1, two, gap)
         start = self._device.mark()
-        ready = cache(self._forward.search(first, search, None))
+        ready = once(self._forward.search(first, search, None))
         span = start, self._device.mark()
 
         def take(at: np.ndarray, mine: np.ndarray, n: int) -> Drafting:
             taken = pool_rows[mine].tolist()
             self.cache.drafted(taken)
             self._searched = _Searched(frozenset(taken), ready)
-            return Drafting(lambda: self._proposal(shape, at, ready().of(mine), n))
+            return Queued(ready, shape, at, mine, n).drafting(self._proposal)
 
         depth = len(shape.beams)
         branching = then.branching and then.branching[:depth]
@@ -262,6 +264,43 @@ def proposal(
         source=np.full(len(depth), MODEL << number) if number else None,
     )
     return Proposal(trees, column, shape.width, {} if number is None else {number: column})
+
+
+def once(ready: Ready) -> Ready:
+    """Read once, and kept."""
+    return replace(ready, read=cache(ready.read))
+
+
+MakeProposal = Callable[[TreeShape, np.ndarray, Beams, int], Proposal]
+"""``proposal``, of a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A search on its way, as candidates for requests of an iteration."""
+
+    ready: Ready
+    shape: TreeShape
+    rows: np.ndarray  # int64 [b]: the requests, rising
+    mine: np.ndarray  # int64 [b]: their rows in the search
+    n: int  # requests of the iteration
+
+    def drafting(
+        self, make: MakeProposal, caught_up: Run | None = None, first_level: Mark | None = None
+    ) -> Drafting:
+        return Drafting(
+            lambda: make(self.shape, self.rows, self.ready.read().of(self.mine), self.n),
+            caught_up,
+            first_level,
+            None if self.ready.found is None else partial(self._unread, make, self.ready.found),
+        )
+
+    def _unread(self, make: MakeProposal, found: Tensor) -> Unread:
+        shape, of = self.shape, np.full(self.n, -1, np.int64)
+        of[self.rows] = self.mine
+        none = np.zeros((len(self.rows), shape.nodes), np.int64)
+        blank = Beams(none, none - 1, none.astype(np.float64), len(shape.beams))
+        return Unread(make(shape, self.rows, blank, self.n), found, of, shape.columns)
 
 
 class Asking:

@@ -10,7 +10,7 @@ import numpy as np
 
 from adaserve.engine.device import Mark, Run
 from adaserve.engine.state import DecodeRows, RequestState
-from adaserve.engine.trees.proposal import Proposal
+from adaserve.engine.trees.proposal import Proposal, Unread
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
 from adaserve.scheduler.interface import Draft, IterationPlan
 
@@ -27,6 +27,8 @@ class Drafting:
     """When the source took in tokens that it had missed; this does not count as the cost of drafting."""
     first_level: Mark | None = None
     """When the first of several levels was there; None where nobody was asked whether to go on."""
+    unread: Callable[[], Unread] | None = None
+    """The same as the device has it, before it is read; None where the host has it at once."""
 
 
 @dataclass(frozen=True, slots=True)

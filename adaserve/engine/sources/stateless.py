@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from adaserve.engine.device import Drafter
 from adaserve.engine.sources.beam import (
+    Queued,
     asking_for,
     drafted_rows,
     fitting_shape,
     left_out,
+    once,
     proposal,
     search_for,
 )
@@ -44,6 +48,7 @@ class StatelessSource(TreeSource):
         )
         search = search_for(self._sharpening, rows, active, shape)
         asking = asking_for(keep, plan, active, len(rows))
-        ready = self._drafter.search(first, search, asking)
+        ready = once(self._drafter.search(first, search, asking))
         first_level = None if asking is None else asking.first_level
-        return Drafting(lambda: proposal(shape, active, ready(), len(rows)), first_level=first_level)
+        queued = Queued(ready, shape, active, np.arange(len(active)), len(rows))
+        return queued.drafting(proposal, first_level=first_level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +19,16 @@ class Gap:
 
     start: int  # places before it, which are read
     length: np.ndarray  # int64 [n]: places left out; 0 = everything is read
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadNodes:
+    """Candidates of one search, all of which are verified before the host has read them."""
+
+    found: Tensor  # int64 [3, R, nodes], ``Levels.found``
+    tensors: Mapping[str, Tensor]
+    """``VerifyBatch.arrays`` on the device, where tokens and ways up are written; and ``of`` and ``columns``
+    of ``Unread``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,9 @@ class TreeBatch:
     gap: Gap | None = None  # None = every place is read
     drawn: Tensor | None = None
     """int64 [T]: the tokens on the device, where they were drawn and the host has not heard of them."""
+    unread: UnreadNodes | None = None
+    """What the nodes are, where that is known to the device alone: in ``tokens`` and ``seen`` they have no
+    token, and hang from the roots."""
 
     def __len__(self) -> int:
         return len(self.tokens)

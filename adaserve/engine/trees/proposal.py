@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from adaserve.scheduler.compiled import FLOATS, INT_TABLE, INTS, compiled, several
 from adaserve.scheduler.interface import MODEL, CandidateTrees
@@ -29,6 +30,16 @@ class Proposal:
     @staticmethod
     def nothing(n: int) -> Proposal:
         return Proposal(CandidateTrees.empty(n), np.zeros(0, np.int64), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A proposal that a device has, and the host has not read."""
+
+    outline: Proposal  # what it will be, but for tokens, parents and probabilities
+    found: Tensor  # int64 [3, R, nodes], ``Levels.found``
+    of: np.ndarray  # int64 [n]: row of each request there; -1 = it has no candidates
+    columns: np.ndarray  # int64 [nodes]: of the window, the same in all rows
 
 
 def merge(proposals: Sequence[Proposal], n: int) -> Proposal:

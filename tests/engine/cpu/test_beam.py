@@ -53,7 +53,7 @@ class WalkingForward(CpuForward):
 
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
         beams = self._walk(first, search, keep)
-        return lambda: beams
+        return Ready(lambda: beams)
 
 
 class Setting:

@@ -1,0 +1,40 @@
+"""Candidates that are verified before the host has read them: a device writes itself what they are.
+
+The host lays out what is verified as if every candidate hung from its root, since which one hangs from which,
+and what they are, is known when the search ends. That is read here, behind the search and before the
+verification's graph runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adaserve.engine.trees.batch import UnreadNodes
+
+
+def write_nodes(unread: UnreadNodes, tokens: Tensor, seen: Tensor, last_token: int) -> None:
+    """Writes the candidates' tokens and their ways up into ``VerifyBatch.tree``; and what the forward reads:
+    ``tokens`` int64 [room], up to ``last_token``, and ``seen`` bool [room, columns], where every candidate
+    sees its root and itself before."""
+    if tokens.is_cuda:
+        from adaserve.engine.gpu.unread_kernel import write_fused
+
+        return write_fused(unread, tokens, seen, last_token)
+    found, t = unread.found, unread.tensors
+    tree, row, root, columns = t["tree"], t["row"], t["root"], t["columns"]
+    width = 1 + len(columns)
+    begin, at = root[row], torch.arange(len(row))
+    node = at - begin - 1
+    search_row = t["of"][row]
+    is_node = node >= 0
+    of_node = node.clamp(min=0)
+    said = torch.where(is_node, found[0, search_row, of_node], tree[0])
+    tree[0] = said
+    tokens[: len(row)] = said.clamp(max=last_token)
+    above = torch.where(is_node, found[1, search_row, of_node], -1)
+    window = seen[: len(row), seen.shape[1] - width :]
+    for level in range(4, len(tree)):
+        tree[level] = torch.where(above < 0, begin, begin + 1 + above)
+        window[at, torch.where(above < 0, 0, columns[above.clamp(min=0)])] = torch.ones_like(is_node)
+        above = torch.where(above < 0, -1, found[1, search_row, above.clamp(min=0)])

@@ -1,0 +1,50 @@
+"""``unread.write_nodes`` as one Triton kernel: a program has a token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adaserve.engine.trees.batch import UnreadNodes
+
+
+def write_fused(unread: UnreadNodes, tokens: Tensor, seen: Tensor, last_token: int) -> None:
+    """All of it is contiguous."""
+    found, t = unread.found, unread.tensors
+    tree, columns = t["tree"], t["columns"]
+    levels, total = tree.shape
+    _, rows, nodes = found.shape
+    _write[(total,)](
+        found, t["of"], t["row"], t["root"], columns, tree, tokens, seen.view(torch.uint8), rows * nodes,
+        nodes, total, levels, seen.shape[1], last_token,
+    )  # fmt: skip
+
+
+# Compiled once: uploads start anywhere.
+@triton.jit(
+    do_not_specialize=["plane", "nodes", "total", "levels", "width", "last_token"],
+    do_not_specialize_on_alignment=["found", "of", "row", "root", "columns", "tree", "tokens", "seen"],
+)
+def _write(  # type: ignore[no-untyped-def]
+    found, of, row, root, columns, tree, tokens, seen, plane, nodes, total, levels, width, last_token,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(row + token)
+    begin = tl.load(root + request)
+    node = token - begin - 1
+    if node >= 0:
+        said = found + tl.load(of + request) * nodes
+        parents = said + plane
+        is_token = tl.load(said + node)
+        tl.store(tree + token, is_token)
+        tl.store(tokens + token, tl.minimum(is_token, last_token))
+        window = seen + (token + 1) * width - nodes - 1  # its columns are the root's and the nodes'
+        above = tl.load(parents + node)
+        for level in range(4, levels):
+            inside = above >= 0
+            tl.store(tree + level * total + token, tl.where(inside, begin + 1 + above, begin))
+            column = tl.load(columns + above, mask=inside, other=0)
+            tl.store(window + column, 1)
+            above = tl.load(parents + above, mask=inside, other=-1)
