@@ -250,9 +250,10 @@ class Selection:
     @staticmethod
     def everything(trees: CandidateTrees) -> Selection:
         """All candidates, by their own probabilities."""
-        f = np.fmin(np.fmax(np.exp(trees.logprob), 0.0), 1.0)
+        f = np.fmax(np.exp(trees.logprob), 0.0)
         counts = np.diff(trees.row_start)
-        expected = 1.0 + np.bincount(trees.row, f, trees.n_rows)
+        expected = np.ones(trees.n_rows)
+        expected += np.bincount(trees.row, np.minimum(f, 1.0), trees.n_rows)
         return Selection(np.ones(trees.n_nodes, np.bool_), counts, np.zeros_like(counts), expected)
 
     @property

@@ -149,7 +149,7 @@ class Walk(ABC):
         keys = np.array([self.texts[t].key for t in self.text], np.uint64)
         search = Search(self.shape, self.at, rows, scale.astype(np.float32), spread.astype(np.float32), keys)
         self.forward.take_runs()
-        beams = self.forward.search(first, search, None)()
+        beams = self.forward.search(first, search, None).read()
         seconds = sum(start.seconds_until(end) for start, end in self.forward.take_runs())
         accepted = np.array(
             [self._accepted(row, beams.tokens[row], beams.parents[row]) for row in rows.tolist()]

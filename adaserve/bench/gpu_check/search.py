@@ -79,4 +79,4 @@ def _found(rows: int, depth: int, width: int, device: torch.device) -> Beams:
     first = TreeBatch.roots(every, every, CACHED + every, shape.width)
     ones = np.ones(rows, np.float32)
     search = Search(shape, CACHED + every, every, ones, ones / 2, every.astype(np.uint64))
-    return GpuForward(parts).search(first, search, None)()
+    return GpuForward(parts).search(first, search, None).read()

@@ -118,7 +118,7 @@ class Setting:
         batch = self.batch(LENGTHS - pending, LENGTHS + 1)
         if gap is not None:
             batch = replace(batch, kv_lens=batch.kv_lens - gap.length, gap=gap)
-        return self.drafts.search(batch, search, None)()
+        return self.drafts.search(batch, search, None).read()
 
 
 def logprobs(

@@ -78,7 +78,7 @@ class Setting:
         return TreeBatch.roots(roots, ROWS, LENGTHS, search.shape.width)
 
     def found(self, search: Search) -> Any:
-        return self.drafts.search(self.first(search), search, None)()
+        return self.drafts.search(self.first(search), search, None).read()
 
 
 @pytest.mark.parametrize(("layers", "tied"), [(1, False), (2, True)])
@@ -157,7 +157,7 @@ def test_a_device_drafts_the_same(
     both = case.search(*shape)
     hot = replace(both, keys=np.array([2**64 - 5, 9], np.uint64), spread=np.array([0.0, 1.3], np.float32))
     for search in (both, hot, both):
-        right, found = case.found(search), heads.search(case.first(search), search, None)()
+        right, found = case.found(search), heads.search(case.first(search), search, None).read()
         assert found.steps == right.steps == len(search.shape.beams)
         assert found.tokens.tolist() == right.tokens.tolist()
         assert found.parents.tolist() == right.parents.tolist()

@@ -168,7 +168,7 @@ def test_a_draft_is_queued_behind_it() -> None:
 
     def planned(running: RunningBatch, now_s: float) -> IterationPlan:
         made, in_vain = plan(running, now_s), next(turn) % 3 == 0
-        return replace(made, then=Draft(0), budget=len(running)) if in_vain else made
+        return replace(made, then=Draft(0), budget=len(running), takes_all=False) if in_vain else made
 
     run.policies.current.plan = planned  # type: ignore[method-assign]
     run.finish().check()

@@ -454,7 +454,7 @@ def our_levels(worker: Any, tokens: Any, width: int) -> list[Any]:
     ones, shape = np.ones(1, np.float32), tree_shape(2, width, None)
     search = Search(shape, np.array([n]), row, ones, 0 * ones, np.array([1], np.uint64))
     root = TreeBatch.roots(tokens[n:].numpy(), row, np.array([n]), shape.width)
-    beams = device.drafts[0].search(root, search, None)()
+    beams = device.drafts[0].search(root, search, None).read()
     parents = np.maximum(beams.parents[0, width:], 0)
     return [beams.tokens[0].tolist(), parents.tolist(), np.exp(beams.logprobs[0]).tolist()]
 
