@@ -194,7 +194,8 @@ def test_never_more_than_the_chunk_size_and_never_starving(values, left, decodes
     got = tokens(values, queue=waiting(left, ttft=ttft), decodes=decodes, now_s=age)
     assert 0 <= got <= CONFIG.chunk_tokens
     if decodes >= CONFIG.most_decodes:
-        assert got >= min(8, sum(left)), "a waiting prompt got nothing after most_decodes iterations"
+        # A prompt may need less for its last tokens; the others come after it.
+        assert got >= min(8, *left), "a waiting prompt got nothing after most_decodes iterations"
 
 
 def test_a_prompt_is_through_after_a_bounded_number_of_iterations():
