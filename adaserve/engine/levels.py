@@ -19,14 +19,16 @@ class Levels:
     ``columns``: the shape's, int64 [nodes] on the device.
     """
 
-    def __init__(self, shape: TreeShape, a: int, columns: Tensor) -> None:
+    def __init__(self, shape: TreeShape, a: int, columns: Tensor, room: Tensor | None = None) -> None:
+        """``room``: int64 [3, a, nodes], where a graph leaves them. Memory that is made inside of one is
+        written to by others."""
         self.shape = shape
         nodes, device = shape.nodes, columns.device
         # No number assigned at indices: torch sends it to a GPU first and waits, which cannot be captured.
         own = columns[:, None] == torch.arange(shape.width, device=device)
         self.visible = own.repeat(a, 1, 1)
         """bool [a, nodes, width]: window columns that a node sees; itself from the start."""
-        self.found = torch.zeros(3, a, nodes, dtype=torch.int64, device=device)
+        self.found = torch.zeros(3, a, nodes, dtype=torch.int64, device=device) if room is None else room
         """The three below, so that one copy brings them to the host."""
         self.tokens, self.parents = self.found[0], self.found[1].fill_(-1)
         self.logprobs = self.found[2].view(torch.float64)

@@ -43,6 +43,7 @@ class _Prepared:
     columns: Tensor  # int64 [nodes]
     inner: Tensor  # int64 [3, R * n]: row, column and depth of the nodes that are expanded, level by level
     seen: Tensor  # bool [first, columns]: what the first step's tokens see, ``text_seen``
+    found: Tensor  # int64 [3, R, nodes]: where the candidates are left
     kernels: dict[int, tuple[TreeKernel, np.ndarray]]  # by tokens per request of a step; these, int64 [R]
     static: StaticArrays = field(default_factory=StaticArrays)
 
@@ -109,7 +110,8 @@ class BeamSearches:
         )
         queries = dict.fromkeys((first, *later))  # tokens per request of the steps
         kernels = {q: (self._kernel(key, q, place), np.full(key.rows, q)) for place, q in enumerate(queries)}
-        prepared = _Prepared(shape, first, columns, inner, seen, kernels)
+        found = torch.empty(3, key.rows, shape.nodes, dtype=torch.int64, device=parts.device)
+        prepared = _Prepared(shape, first, columns, inner, seen, found, kernels)
         if key in parts.sizes.captured:  # others are not kept: there are too many of them
             self._prepared[key] = prepared
         return prepared
@@ -169,7 +171,7 @@ class BeamSearches:
 
     def _search(self, key: SearchKey, prepared: _Prepared, there: Mapping[str, Tensor]) -> Tensor:
         parts, shape, base = self._parts, prepared.shape, there["base"][:, None]
-        levels = Levels(shape, key.rows, prepared.columns)
+        levels = Levels(shape, key.rows, prepared.columns, prepared.found)
         turned = partial(torch.clamp, min=0, max=parts.last_position)  # to positions with a rotary angle
         for q, (kernel, _) in prepared.kernels.items():
             kernel.take(there[f"starts-{q}"])

@@ -34,6 +34,7 @@ class _Prepared:
     """What a graph reads, at addresses that stay."""
 
     columns: Tensor  # int64 [nodes]
+    found: Tensor  # int64 [3, R, nodes]: where the candidates are left
     static: StaticArrays = field(default_factory=StaticArrays)
 
 
@@ -84,15 +85,19 @@ class GpuMedusa:
         """int64 [3, R, nodes], ``Levels.found``."""
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = _Prepared(torch.from_numpy(shape.columns).to(self._parts.device))
+            columns = torch.from_numpy(shape.columns).to(self._parts.device)
+            found = torch.empty(3, key.rows, shape.nodes, dtype=torch.int64, device=columns.device)
+            prepared = _Prepared(columns, found)
             if key in self._parts.sizes.captured:
                 self._prepared[key] = prepared
         there = prepared.static.put(arrays, self._parts.device, key.rows)
-        return self._parts.run(key, partial(self._search, key.rows, shape, prepared.columns, there))
+        return self._parts.run(key, partial(self._search, key.rows, shape, prepared, there))
 
     @torch.no_grad()
-    def _search(self, rows: int, shape: TreeShape, columns: Tensor, there: Mapping[str, Tensor]) -> Tensor:
-        base, levels = there["base"][:, None], Levels(shape, rows, columns)
+    def _search(
+        self, rows: int, shape: TreeShape, prepared: _Prepared, there: Mapping[str, Tensor]
+    ) -> Tensor:
+        base, levels = there["base"][:, None], Levels(shape, rows, prepared.columns, prepared.found)
         depth = len(shape.beams)
         # Padding has no cached tokens, and reads the scratch slot.
         slots = self._parts.slots(there["pool_rows"], there["base"] - 1)

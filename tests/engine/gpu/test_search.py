@@ -134,6 +134,21 @@ def test_greedy_beside_sampled() -> None:
     assert np.array_equal(one[[0, 2]], two[[0, 2]]) and not np.array_equal(one[1], two[1])
 
 
+def test_candidates_lie_outside_of_graphs() -> None:
+    """A graph that was captured before, such as one of a prefill, writes to what later ones make inside. So
+    the candidates are always left in the same place, and no graph makes that."""
+    requests, places = Requests([5, 17, 9]), []
+    model = TinyModel(requests.slots)
+    requests.prefill(model)
+    source = requests.source(graph_device(requests, model, model), [0, 0, 0])
+    running = requests.running()
+    for depth in (3, 2, 3):
+        drafting = source.propose(iteration_plan(running, depth, 2), requests.rows(running), None)
+        assert drafting is not None and drafting.unread is not None
+        places.append(drafting.unread().found)
+    assert places[0].data_ptr() == places[2].data_ptr() != places[1].data_ptr()
+
+
 def test_rows_without_a_tree() -> None:
     host, device, _ = both(Requests([5, 9, 30, 4, 11]), 4, 3, max_depth=[4, 0, 2, 0, 9])
     assert_same(host, device)

@@ -80,6 +80,7 @@ def probed(base: type) -> type:
                     "unread",
                     "early",
                     "ahead",
+                    "taken_all",
                 ),
                 0,
             )
@@ -293,6 +294,7 @@ def probed(base: type) -> type:
             stats["unread"] += int((context - plan.draft.reads(context)).sum())
             if (underway := plan.running.underway) is not None:
                 stats["early" if underway.depth else "ahead"] += 1
+            stats["taken_all"] += plan.takes_all
             depth = str(plan.draft.depth)
             stats["depths"][depth] = stats["depths"].get(depth, 0) + 1
             self._trace(0)
