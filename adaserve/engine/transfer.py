@@ -160,7 +160,7 @@ class QueuedCopy:
             self._event = torch.cuda.Event()
             record(self._event, flat.device)
         else:
-            self._host = flat.clone()  # what is copied may be written to again
+            self._host = torch.from_numpy(flat.numpy().copy())  # it may be written to again
 
     def read(self) -> dict[str, np.ndarray]:
         """The values; waits if the copy has not arrived."""
