@@ -46,6 +46,12 @@ class Arrivals(Setting):
             return self.rps + (self.to_rps - self.rps) * bell
         return np.full_like(share, self.rps)
 
+    def longest_s(self, count: int) -> float:
+        """How long ``count`` requests take to arrive at ``rps`` in the worst case, ten standard deviations
+        above the mean."""
+        spread = max(1.0, self.cv**2)
+        return (count + 10 * math.sqrt(count * spread) + 10 * spread) / self.rps
+
 
 def arrival_times(arrivals: Arrivals, duration_s: float, rng: np.random.Generator) -> FloatArray:
     """Sorted times in [0, duration_s), seconds."""

@@ -42,7 +42,7 @@ def bench_serve(
     slo_headers: Annotated[
         Text, _server("SLO headers to send: both, ms, class or none.", show_default="both")
     ] = None,
-    rps: Annotated[Number, _load("Requests per second.", show_default="1")] = None,
+    rps: Annotated[Number, _load("Requests per second.", "--rps", "--request-rate", show_default="1")] = None,
     burstiness: Annotated[
         Number, _load("As in vLLM: 1 = Poisson, less = bursts, more = even gaps.", show_default="1")
     ] = None,
@@ -52,6 +52,9 @@ def bench_serve(
     target_rps: Annotated[Number, _load("Stretch the trace to this mean rate.")] = None,
     time_scale: Annotated[Number, _load("Multiply the trace's times; 2 halves the load.")] = None,
     max_requests: Annotated[Count, _load("Send at most this many requests.")] = None,
+    num_prompts: Annotated[
+        Count, _load("Send this many requests, however long it takes; not with --duration.")
+    ] = None,
     seed: Annotated[Count, _load("Seed; the same seed gives the same schedule.", show_default="0")] = None,
     processes: Annotated[int, _load("Number of sending processes.")] = 1,
     mix: Annotated[
@@ -62,7 +65,10 @@ def bench_serve(
         ),
     ] = None,
     slo: Annotated[
-        list[str] | None, _requests("TPOT SLO: coding=1.2x (baselines) or chat=50 (ms). May be repeated.")
+        list[str] | None,
+        _requests(
+            "TPOT SLO: coding=1.2x (baselines), chat=50 (ms); with TTFT: chat=50,ttft:2000. Repeatable."
+        ),
     ] = None,
     baseline_ms: Annotated[
         Number, _requests("Milliseconds per token of the idle server.", show_default="what the server says")
@@ -125,8 +131,9 @@ def bench_serve(
     )
     settings = options.with_classes(settings, mix, slo or [])
     settings = options.with_tokens(settings, output_tokens, temperature)
-    common = {"duration_s": duration, "max_requests": max_requests, "seed": seed, "warmup_s": warmup}
-    common |= {"baseline_ms": baseline_ms}
+    limits = {"duration_s": duration, "max_requests": max_requests, "prompts": num_prompts}
+    settings = options.with_count(settings, limits)
+    common = {"seed": seed, "warmup_s": warmup, "baseline_ms": baseline_ms}
     settings = settings.changed(**options.given(common | {"prompts": prompts}))
     if plan_only:
         return _show_plan(settings)

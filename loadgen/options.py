@@ -50,8 +50,32 @@ def with_load(
     return config.changed(trace=spec.changed(**given(fit)) if spec is not None else None)
 
 
+def with_count(config: BenchConfig, values: Mapping[str, Any]) -> BenchConfig:
+    """``values``: how many requests at most, for how long, or so many ``prompts`` however long that takes.
+    Raises LoadgenError."""
+    limits = {k: values[k] for k in ("duration_s", "max_requests")}
+    count = values["prompts"]
+    if count is None:
+        return config.changed(**given(limits))
+    if given(limits) or config.trace is not None:
+        raise LoadgenError(
+            "--num-prompts says how long a run without a trace is: leave --duration and --max-requests out, "
+            "or leave it out"
+        )
+    shared = any(c.arrivals is None and c.share > 0 for c in config.classes.values())
+    processes = [c.arrivals for c in config.classes.values() if c.arrivals is not None]
+    processes += [config.arrivals] * shared
+    if any(p.kind in ("ramp", "peak") for p in processes):
+        raise LoadgenError(
+            "arrivals of kind ramp and peak depend on the duration: give --duration and --max-requests, not "
+            "--num-prompts"
+        )
+    longest_s = [p.longest_s(count) for p in processes if p.rps > 0]
+    return config.changed(max_requests=count, duration_s=min(longest_s, default=config.duration_s))
+
+
 def with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> BenchConfig:
-    """``mix``: class=share,...; ``slos``: class=1.2x or class=50. Raises LoadgenError."""
+    """``mix``: class=share,...; ``slos``: see ``_objectives``. Raises LoadgenError."""
     classes = dict(config.classes)
     if mix is not None:
         pairs = [_assignment(part, "--mix") for part in mix.split(",")]
@@ -64,11 +88,26 @@ def with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> Bench
     for text in slos:
         name, value = _assignment(text, "--slo")
         _known(classes, name, "--slo")
-        number = _float(value.removesuffix("x").removesuffix("ms"), "--slo")
-        slo: dict[str, Any] = {"tpot_ms": None, "x_baseline": None}
-        slo["x_baseline" if value.endswith("x") else "tpot_ms"] = number
-        classes[name] = classes[name].changed(**slo)
+        classes[name] = classes[name].changed(**_objectives(value))
     return config.changed(classes=classes)
+
+
+def _objectives(text: str) -> dict[str, Any]:
+    """What ``--slo`` states of a class: ``1.2x`` (baselines) or ``50`` (ms) or ``tpot:50`` of its TPOT,
+    ``ttft:2000`` of its TTFT, or one of each with a comma. What is not stated stays as it was."""
+    slo = dict[str, Any]()
+    for part in text.split(","):
+        kind, _, value = part.strip().rpartition(":")
+        if kind not in ("", "tpot", "ttft"):
+            raise LoadgenError(f"--slo: {kind!r} is not an objective: known are tpot and ttft")
+        number, multiple = _float(value.removesuffix("x").removesuffix("ms"), "--slo"), value.endswith("x")
+        if kind != "ttft":
+            slo |= {"tpot_ms": None, "x_baseline": None, "x_baseline" if multiple else "tpot_ms": number}
+        elif multiple:
+            raise LoadgenError(f"--slo: a TTFT is in milliseconds, not in baselines: {part!r}")
+        else:
+            slo["ttft_ms"] = number
+    return slo
 
 
 def with_tokens(config: BenchConfig, output_tokens: int | None, temperature: float | None) -> BenchConfig:

@@ -167,6 +167,12 @@ OPTIONS = {
     "--url=127.0.0.1:30000": "must start with http://",
     "--mix=codng=1": "unknown class 'codng'",
     "--slo=coding=fast": "is not a number",
+    "--slo=chat=50,": "is not a number",
+    "--slo=chat=itl:50": "'itl' is not an objective: known are tpot and ttft",
+    "--slo=chat=ttft:2x": "a TTFT is in milliseconds, not in baselines",
+    "--slo=chat=ttft:0": "ttft_ms is 0",
+    "--num-prompts=0": "max_requests must be a whole number of 1 or more",
+    "--num-prompts=99999999": "more than one run can plan",
     "--rps=-2": "rps must be a rate",
     "--rps=0": "the schedule is empty",
     "--duration=0": "duration_s must be a number above 0",
@@ -206,6 +212,18 @@ def test_options(option: str) -> None:
 
 def test_a_trace_brings_its_own_rate() -> None:
     assert "use --target-rps" in refused("bench", "serve", "--plan-only", "--rps", "2", "--trace", "x")
+
+
+@pytest.mark.parametrize("other", ["--duration=5", "--max-requests=5", "--trace=x"])
+def test_a_number_of_prompts_is_the_only_limit(other: str) -> None:
+    assert "leave --duration" in refused("bench", "serve", "--plan-only", "--num-prompts", "3", other)
+
+
+def test_a_number_of_prompts_has_no_shape(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("arrivals: {kind: ramp, rps: 1, to_rps: 9}\n")
+    line = refused("bench", "serve", "--plan-only", "--num-prompts", "3", "--config", str(config))
+    assert "ramp and peak depend on the duration" in line
 
 
 def test_results_folder_is_a_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +71,40 @@ def test_same_seed_same_schedule() -> None:
     assert one.requests == two.requests
     assert build_schedule(config.changed(max_requests=5)).requests == one.requests[:5]
     assert one.trace_sha256 == two.trace_sha256 != other.trace_sha256
+
+
+@pytest.mark.parametrize("arrivals", [{}, {"kind": "gamma", "cv": 5.0}, {"kind": "constant", "rps": 0.1}])
+@pytest.mark.parametrize("count", [1, 300])
+def test_a_number_of_prompts_takes_as_long_as_it_takes(arrivals: dict[str, Any], count: int) -> None:
+    limits = {"duration_s": None, "max_requests": None, "prompts": count}
+    for seed in range(5):
+        config = BenchConfig(baseline_ms=30.0, seed=seed, arrivals=Arrivals(**arrivals))
+        assert len(build_schedule(options.with_count(config, limits))) == count
+
+
+def test_every_process_of_arrivals_counts_towards_a_number_of_prompts() -> None:
+    limits = {"duration_s": None, "max_requests": None, "prompts": 50}
+    own = {"coding": {"arrivals": {"rps": 0.001}}, "chat": {"arrivals": {"rps": 5.0}}}
+    config = from_mapping({"baseline_ms": 30, "classes": own, "arrivals": {"kind": "ramp", "to_rps": 3}})
+    planned = options.with_count(config, limits)
+    assert len(build_schedule(planned)) == 50
+    assert planned.duration_s < 100, "the rare class need not send them all"
+
+
+def test_an_slo_on_the_command_line_replaces_what_it_states() -> None:
+    config = BenchConfig(baseline_ms=20.0)
+    objectives = {
+        "chat=50": (50.0, None, None),
+        "chat=50ms,ttft:2000": (50.0, None, 2000.0),
+        "chat=tpot:1.5x,ttft:2000ms": (None, 1.5, 2000.0),
+        "chat=ttft:2000": (config.classes["chat"].tpot_ms, config.classes["chat"].x_baseline, 2000.0),
+    }
+    for text, stated in objectives.items():
+        chat = options.with_classes(config, None, [text]).classes["chat"]
+        assert (chat.tpot_ms, chat.x_baseline, chat.ttft_ms) == stated, text
+    both = options.with_classes(config, None, ["chat=50", "chat=ttft:2000"])
+    assert both == options.with_classes(config, None, ["chat=50,ttft:2000"])
+    assert {r.ttft_ms for r in build_schedule(both).requests if r.slo_class == "chat"} == {2000.0}
 
 
 def test_slo_follows_the_baseline() -> None:
