@@ -34,11 +34,14 @@ class Sink(Protocol):
 
 def draft_storage(asked: Storage, of_target: Storage) -> Storage:
     """How a draft's weights are stored. A draft may be wrong, so ``auto`` rounds them to 8 bits where the
-    processor multiplies such numbers fast. Elsewhere it is as for the target."""
-    if asked != "auto":
+    processor multiplies such numbers fast. Elsewhere it is as for the target, and so it is in any case
+    without the C kernels, which alone hold 8 bits."""
+    if asked not in ("auto", "int8"):
         return asked
     kernels = build.load_kernels()
-    return "int8" if kernels is not None and kernels.ada_fast_int8() else of_target
+    if kernels is None or (asked == "auto" and not kernels.ada_fast_int8()):
+        return of_target
+    return "int8"
 
 
 class LeanModel:

@@ -93,7 +93,8 @@ def test_a_server_says_how_weights_are_stored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fast", "asked", "stored"), [(1, "auto", "int8"), (0, "auto", "fp16"), (1, "bf16", "bf16")]
+    ("fast", "asked", "stored"),
+    [(1, "auto", "int8"), (0, "auto", "fp16"), (0, "int8", "int8"), (1, "bf16", "bf16")],
 )
 def test_auto_is_int8_where_that_is_fast(
     fast: int, asked: Any, stored: str, monkeypatch: pytest.MonkeyPatch
@@ -102,9 +103,11 @@ def test_auto_is_int8_where_that_is_fast(
     assert draft_storage(asked, "fp16") == stored
 
 
-def test_auto_is_as_for_the_target_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", ["auto", "int8"])
+def test_it_is_as_for_the_target_without_kernels(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody is told of 8 bits that nothing holds."""
     monkeypatch.setattr(build, "load_kernels", lambda: None)
-    assert draft_storage("auto", "fp32") == "fp32"
+    assert draft_storage(asked, "fp32") == "fp32"
 
 
 def test_a_loaded_model_is_stored_again_once_it_is_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
