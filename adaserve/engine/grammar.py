@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.matchers import is_live, walk
+from adaserve.engine.matchers import GrowingTree, is_live, walk, with_say
 from adaserve.engine.portions import portions
 from adaserve.engine.transfer import put
 from adaserve.engine.trees.proposal import Proposal
@@ -23,7 +23,8 @@ from adaserve.patches.grammar_time import limited_time
 
 Forbid = Callable[[Tensor, np.ndarray, np.ndarray, int], None]
 """(logits [a * beams, vocab], tokens [a, k], parents [a, k], beams): sets to -inf what grammars forbid after
-the last ``beams`` of each row's k nodes, or after its root where there is none yet."""
+the last ``beams`` of each row's k nodes, or after its root where there is none yet. A search asks after its
+root first, and then after each level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +89,21 @@ class Grammars:
 
     def forbid(self, active: np.ndarray) -> Forbid | None:
         """For a search over the rows ``active``; None where none of them has a grammar."""
-        mine = [(i, self.live[r], self.reqs[r]) for i, r in enumerate(active.tolist()) if r in self.live]
+        mine = [
+            (i, GrowingTree(with_say(self.live[r])), self.reqs[r])
+            for i, r in enumerate(active.tolist())
+            if r in self.live
+        ]
         if not mine:
             return None
 
         def forbid(logits: Tensor, tokens: np.ndarray, parents: np.ndarray, beams: int) -> None:
-            size = 1 + tokens.shape[1]
-            masks = self._masks(size * len(mine))
-            for k, (i, grammar, req) in enumerate(mine):
+            masks = self._masks(beams * len(mine))
+            for k, (i, tree, req) in enumerate(mine):
                 with limited_time(req):
-                    walk(grammar, tokens[i], parents[i], masks[k * size : (k + 1) * size])
-            last = np.arange(size - beams, size)
-            chosen = np.concatenate([k * size + last for k in range(len(mine))])
+                    tree.add(tokens[i], parents[i], masks[k * beams : (k + 1) * beams])
             at = np.concatenate([i * beams + np.arange(beams) for i, *_ in mine])
-            _apply(mine[0][1], masks[torch.from_numpy(chosen)], logits, at)
+            _apply(self._any, masks, logits, at)
 
         return forbid
 

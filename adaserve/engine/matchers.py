@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,13 @@ def can_walk(grammar: BaseGrammarObject) -> bool:
     return type(grammar).rollback is not BaseGrammarObject.rollback
 
 
+def with_say(grammar: Any) -> Any:
+    """The answer's grammar where the reasoning before it is over."""
+    if isinstance(grammar, ReasonerGrammarObject) and grammar._is_generation():
+        return grammar.grammar or grammar
+    return grammar
+
+
 def walk(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> np.ndarray:
     """Fills the masks of a root and its k nodes, which the matcher visits from where it stands.
 
@@ -50,11 +57,52 @@ def walk(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -
     if not len(tokens):
         grammar.fill_vocab_mask(masks, 0)
         return np.zeros(0, np.bool_)
-    if isinstance(grammar, ReasonerGrammarObject) and grammar._is_generation():
-        grammar = grammar.grammar or grammar  # the reasoning is over: the answer's has all the say
+    grammar = with_say(grammar)
     if isinstance(grammar, XGrammarGrammar):
         return _walk_natively(grammar, tokens, parents, masks)
     return _walk_by_steps(grammar, tokens, parents, masks)
+
+
+@dataclass(slots=True)
+class GrowingTree:
+    """A root and nodes that come level by level, so that no mask is filled twice: on a large vocabulary one
+    takes a hundred times as long as to follow a token. Between calls the matcher stands where it stood."""
+
+    grammar: Any
+    paths: list[list[int]] = field(default_factory=list)  # from the root, which comes first, as below
+    masks: list[np.ndarray | None] = field(default_factory=list)  # None: forbidden there, or the end
+
+    def add(self, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> None:
+        """Fills ``masks``, which must allow everything, of the last of k nodes, or of the root where there is
+        none. Their parents must be known from earlier calls; otherwise as in ``walk``."""
+        first = 1 + len(tokens) - len(masks)
+        assert first <= len(self.paths)
+        del self.paths[first:], self.masks[first:]  # of another search
+        bits = masks.numpy()
+        for i in range(len(masks)):
+            node = first + i - 1
+            if node < 0:
+                path, possible = list[int](), True
+            else:
+                parent, token = int(parents[node]) + 1, int(tokens[node])
+                above = self.masks[parent]
+                path, possible = [*self.paths[parent], token], above is not None and _is_set(above, token)
+            self.paths.append(path)
+            self.masks.append(bits[i] if possible and self._fill(path, masks, i) else None)
+
+    def _fill(self, path: list[int], masks: Tensor, i: int) -> bool:
+        """False where the grammar ends with ``path``."""
+        # SGLang's own steps back copy all that the grammar has read.
+        steps = self.grammar.matcher if isinstance(self.grammar, XGrammarGrammar) else self.grammar
+        for token in path:
+            steps.accept_token(token)
+        if goes_on := not steps.is_terminated():
+            self.grammar.fill_vocab_mask(masks, i)
+        else:
+            masks[i] = 0  # so that no beam is spent on what follows
+        if path:
+            steps.rollback(len(path))
+        return goes_on
 
 
 def forced(grammar: Any, spelling: Sequence[bytes], depth: int, mask: Tensor) -> list[ForcedToken]:
