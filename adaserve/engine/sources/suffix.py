@@ -116,6 +116,7 @@ class SuffixSource(TreeSource):
         self._requests: dict[int, _Request] = {}  # by request-pool row
         self._row: dict[str, int] = {}  # by rid
         self._ended: deque[_Request] = deque()  # whose texts are kept, oldest first
+        self._kept = 0  # tokens of these
         self.rates = MatchRates()
 
     # -- what it reads ------------------------------------------------------------------------
@@ -135,8 +136,9 @@ class SuffixSource(TreeSource):
         for old in {row, self._row.get(req.rid, row)}:  # retracted requests are not reported
             self.finished(old, unheard=False)
         scope = f"request {req.rid}" if self._tenant is None else f"key {self._tenant(req)}"
-        text = self._scopes.setdefault(scope, TextIndex()).start()
-        request = _Request(req.rid, scope, len(req.origin_input_ids), text)
+        request = _Request(req.rid, scope, len(req.origin_input_ids), None)
+        if self._could_hold(request.prompt):
+            request.text = self._scopes.setdefault(scope, TextIndex()).start()
         self._requests[row], self._row[req.rid] = request, row
         return request
 
@@ -172,18 +174,25 @@ class SuffixSource(TreeSource):
             self._drop(request)
         elif request.text is not None:
             self._ended.append(request)
+            self._kept += len(request.text)
+
+    def _could_hold(self, new: int) -> bool:
+        """So many tokens more, if all old texts made room."""
+        return self.tokens - self._kept + new <= self._most_tokens
 
     def _extend(self, request: _Request, new: list[int]) -> None:
-        """Old texts make room; when there are none, the request goes without."""
+        """Old texts make room, the oldest first; where that would not be enough, the request goes without."""
         if request.text is None:
             return
-        while self.tokens + len(new) > self._most_tokens and self._ended:
-            self._drop(self._ended.popleft())
-        if self.tokens + len(new) > self._most_tokens:
+        if not self._could_hold(len(new)):
             self._drop(request)
-        else:
-            self._scopes[request.scope].extend(request.text, new)
-            self.tokens += len(new)
+            return
+        while self.tokens + len(new) > self._most_tokens:
+            old = self._ended.popleft()
+            self._kept -= len(old.text or ())
+            self._drop(old)
+        self._scopes[request.scope].extend(request.text, new)
+        self.tokens += len(new)
 
     def _drop(self, request: _Request) -> None:
         text, request.text = request.text, None

@@ -213,6 +213,20 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     assert chain(server.offer(7)) == [211, 212, 213, 214, 215, 216]
 
 
+def test_a_prompt_that_does_not_fit_takes_nobodys_room() -> None:
+    """Neither at once nor chunk by chunk."""
+    server = Server(memory=15 * BYTES_PER_TOKEN, tenants=True)
+    server.start(0, PROMPT, 1), server.emit(0, 2, 3)
+    server.source.finished(0, False)
+    server.start(1, list(range(100, 200)), 100, tenant="b")
+    assert server.offer(1) is None
+    server.start(2, [1, 2, 3], 4)
+    assert chain(server.offer(2))[:4] == [5, 6, 7, 8]
+    server.emit(2, *range(300, 400))
+    server.start(3, [1, 2, 3], 4)
+    assert chain(server.offer(3))[:4] == [5, 6, 7, 8], "nor when it is an answer that grows too long"
+
+
 @pytest.mark.parametrize("tenants", [False, True])
 def test_a_request_too_many_goes_without(tenants: bool) -> None:
     server = Server(memory=20 * BYTES_PER_TOKEN, tenants=tenants)
