@@ -262,7 +262,7 @@ def profile(
 def doctor(
     *, json_output: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False
 ) -> None:
-    """Say what this host has, what is missing, and what to do. Exit code 1: something is missing."""
+    """Say what this host has, what is missing, and what to do. Exit code 3: something is missing."""
     from adaserve.doctor import doctor as examine
 
     raise typer.Exit(examine(json_output))

@@ -1,5 +1,8 @@
-"""What commands have in common: groups of options, and how one ends if its user, the host or a server is the
-cause: with one sentence, and exit code 2."""
+"""What commands have in common: groups of options, and how they end.
+
+If its user, the host or a server is the cause, a command ends with one sentence and exit code 2. An error of
+this program itself has a traceback and Python's exit code 1, so no command gives that code a meaning.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,15 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from adaserve.errors import UserError, why_no_answer, why_unwritable
+
+COULD_NOT = 2
+"""Exit code: it could not be done."""
+
+NO = 3
+"""Exit code: it was done, and the answer is no: something is missing, a target was missed."""
+
+DOES_NOT_COUNT = 4
+"""Exit code: it was done, but the result is not valid, or part of it is left."""
 
 _NO_NUMBERS = ("nan", "inf", "infinity")
 
@@ -43,7 +55,7 @@ def fail(why: str) -> NoReturn:
     """Ends the command with this sentence."""
     console = Console(stderr=True, emoji=False)  # a trace may be called synthetic:100:2
     console.print(f"[red]error:[/] {escape(why)}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
+    raise typer.Exit(COULD_NOT)
 
 
 def _in_one_line(error: Exception) -> str | None:

@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from adaserve.cache import cache_folder
+from adaserve.commands import NO
 from adaserve.cores import usable_cores
 from adaserve.identity import SGLANG_VERSION
 
@@ -306,7 +307,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
 
 
 def doctor(json_output: bool = False) -> int:
-    """Examines this host and prints the report. The exit code: 0 = ready, 1 = something is missing."""
+    """Examines this host and prints the report. The exit code: 0 = ready, 3 = something is missing."""
     with Console(stderr=True).status("loading SGLang"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's, about hardware that is not here
         findings = examine()
@@ -314,4 +315,4 @@ def doctor(json_output: bool = False) -> int:
         print(json.dumps({"ok": healthy(findings), "findings": [asdict(f) for f in findings]}, indent=1))
     else:
         show(findings, Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH))
-    return 0 if healthy(findings) else 1
+    return 0 if healthy(findings) else NO

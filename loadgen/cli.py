@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from adaserve.commands import panel
+from adaserve.commands import DOES_NOT_COUNT, NO, panel
 from adaserve.loadgen.errors import LoadgenError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def bench_serve(
     tag: Annotated[str, _output("Name of the run.")] = "bench",
     plan_only: Annotated[bool, _output("Show what would be sent, send nothing.", "--plan-only")] = False,
     fail_under_attainment: Annotated[
-        Number, _output("Exit with 1 if attainment is below this share (0 to 1).")
+        Number, _output("Exit with 3 if attainment is below this share (0 to 1).")
     ] = None,
 ) -> None:
     """Send requests with different SLOs and report which of them got the speed they asked for.
@@ -105,7 +105,7 @@ def bench_serve(
 
     Try: adaserve bench serve --rps 2 --duration 60 --mix coding=0.7,chat=0.3 --slo chat=50
 
-    Exit code 1: attainment is below the limit, or the run is not valid. 2: bad input."""
+    Exit code 2: bad input. 3: attainment is below the limit. 4: the run is not valid."""
     from adaserve.loadgen import options
     from adaserve.loadgen.bench import run_bench
     from adaserve.loadgen.config import BenchConfig, load_config
@@ -142,7 +142,7 @@ def bench_serve(
     _print_outcome(summary, folder, console)
     write_report([read_run(folder)], folder)
     if not summary["valid"]:
-        raise typer.Exit(1)
+        raise typer.Exit(DOES_NOT_COUNT)
     check_attainment(summary, fail_under_attainment)
 
 
@@ -156,7 +156,7 @@ def report(
     ] = None,
     png: Annotated[bool, typer.Option(help="Write PNG files beside the page.")] = True,
     fail_under_attainment: Annotated[
-        Number, typer.Option(help="Exit with 1 if attainment is below this share (0 to 1).")
+        Number, typer.Option(help="Exit with 3 if attainment is below this share (0 to 1).")
     ] = None,
 ) -> None:
     """Turn results folders into one page with attainment, goodput, latency curves and a comparison.
@@ -189,11 +189,11 @@ def _check_share(limit: float | None) -> None:
 
 
 def check_attainment(summary: Mapping[str, Any], limit: float | None) -> None:
-    """Ends the command with exit code 1 when attainment is below ``limit``."""
+    """Ends the command with exit code 3 when attainment is below ``limit``."""
     attainment = summary["slo_attainment"] or 0.0
     if limit is not None and attainment < limit:
         print(f"attainment {attainment:.3f} is below {limit:g}", file=sys.stderr)
-        raise typer.Exit(1)
+        raise typer.Exit(NO)
 
 
 def _show_plan(config: BenchConfig) -> None:

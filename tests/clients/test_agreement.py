@@ -29,7 +29,7 @@ def test_client_and_server_agree(server: ServerProcess, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "adaserve", "bench", "serve", "--config", "mix.yaml"]
     command += ["--url", server.url, "--out", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode in (0, 1), done.stderr  # 1: a busy machine sent some requests late
+    assert done.returncode in (0, 4), done.stderr  # 4: a busy machine sent some requests late
     summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
     rows = {r["name"]: r for r in agreement_rows(read_run(tmp_path / "run"))}
     assert set(rows) == {"coding", "chat", "summarization", "all"}

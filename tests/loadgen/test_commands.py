@@ -59,7 +59,7 @@ def test_bench_then_report(tmp_path: Path) -> None:
     with running_fake(token_ms=10) as fake:
         done = bench(fake, out, "--duration", "3", "--rps", "8", "--seed", "3")
         again = bench(fake, out, "--duration", "3")
-    assert done.returncode in (0, 1), done.stderr  # 1: a busy machine made the run invalid
+    assert done.returncode in (0, 4), done.stderr  # 4: a busy machine made the run invalid
     assert "coding" in done.stdout and "all" in done.stdout
     summary = json.loads((out / "summary.json").read_text())
     assert summary["seed"] == 3 and summary["planned_requests"] == summary["requests"] > 5
@@ -70,7 +70,7 @@ def test_bench_then_report(tmp_path: Path) -> None:
     assert (out / "attainment.png").read_bytes().startswith(b"\x89PNG")
     assert again.returncode == 2 and "is not empty" in again.stderr
 
-    limits = {"0.0": 0, "1.01": 1}
+    limits = {"0.0": 0, "1.01": 3}
     for limit, code in limits.items():
         args = ("report", str(out), "--no-png", "--fail-under-attainment", limit)
         assert run(*args).returncode == code
@@ -120,7 +120,7 @@ def test_the_key_works_and_is_written_nowhere(tmp_path: Path) -> None:
     with running_fake(token_ms=5, key="hush-hush") as fake:
         done = bench(fake, tmp_path / "r", "--api-key", "hush-hush", "--duration", "1", "--rps", "5")
         asked = fake.log()
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode in (0, 4), done.stderr
     assert asked and all(e["headers"]["authorization"] == "Bearer hush-hush" for e in asked)
     for path in (tmp_path / "r").iterdir():
         assert b"hush-hush" not in path.read_bytes(), path
@@ -130,7 +130,7 @@ def test_baseline_is_measured_when_nobody_knows_it(tmp_path: Path) -> None:
     with running_fake(token_ms=60) as fake:
         args = ("--url", fake.url, "--duration", "1", "--rps", "4", "--output-tokens", "5")
         done = run("bench", "serve", *args, "--out", str(tmp_path / "r"))
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode in (0, 4), done.stderr
     baseline = json.loads((tmp_path / "r/summary.json").read_text())["baseline_ms"]
     assert baseline == pytest.approx(60, rel=0.5)
 
@@ -164,7 +164,7 @@ def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
             children = psutil.Process(process.pid).children(recursive=True)
             assert children
             process.send_signal(signal.SIGINT)
-            assert process.wait(120) == 1
+            assert process.wait(120) == 4
         finally:
             process.terminate()
         served = len(fake.log())
@@ -185,7 +185,7 @@ def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
         wait_for(lambda: finished(out) >= 20)
         for child in psutil.Process(process.pid).children():
             os.kill(child.pid, signal.SIGKILL)
-        assert process.wait(120) == 1
+        assert process.wait(120) == 4
     assert len(list(iter_records(out))) >= 20
     assert "killed" in (out / "summary.json").read_text()
 
@@ -201,7 +201,7 @@ def test_a_folder_of_the_same_name_is_not_the_package(processes: int, tmp_path: 
         args = ("--duration", "2", "--rps", "8", "--output-tokens", "10", "--baseline-ms", "20", "--out", "r")
         line = ("bench", "serve", "--url", fake.url, *args, "--processes", str(processes))
         done = run(*line, cwd=tmp_path, env=env)
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode in (0, 4), done.stderr
     assert json.loads((tmp_path / "r/summary.json").read_text())["requests"] > 5
     checked = [sys.executable, "-c", loaded]
     assert subprocess.check_output(checked, cwd=tmp_path, env=env, text=True) == "None\n"
@@ -244,7 +244,7 @@ def test_results_hold_no_path_and_no_machine(tmp_path: Path) -> None:
     with running_fake(token_ms=5) as fake:
         more = ("--trace", str(trace), f"--config={config_file(tmp_path)}", "--baseline-ms", "20")
         done = run("bench", "serve", "--url", fake.url, "--out", str(tmp_path / "r"), *more)
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode in (0, 4), done.stderr
     summary = json.loads((tmp_path / "r/summary.json").read_text())
     assert summary["command"].startswith("adaserve bench serve --url http://")
     assert "--trace mine.jsonl" in summary["command"] and summary["prompts"].endswith("prompts.jsonl.gz")

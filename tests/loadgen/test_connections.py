@@ -57,7 +57,7 @@ def test_a_run_whose_requests_all_failed_is_not_valid(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "r/summary.json").read_text())
     n = summary["requests"]
     assert n and not summary["valid"] and f"all {n} requests failed" in summary["invalid_reasons"]
-    assert done.returncode == 1
+    assert done.returncode == 4
     assert f"all {n} requests failed" in done.stderr and f"{n} x the fake broke" in done.stderr
 
 

@@ -288,6 +288,23 @@ def test_help_is_whole_on_a_narrow_terminal() -> None:
         assert "Usage" in shown and "…" not in shown, shown
 
 
+def test_a_verdict_and_a_result_that_does_not_count_have_codes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 is what Python ends with after a traceback, 2 what could not be done."""
+    results: dict[str, Any] = {
+        "sweep.commands.sweep": False,
+        "soak.run.run_soak": {}, "soak.report.held": False,
+        "fleet.run.run_fleet_bench": {"valid": False}, "fleet.run.summary_text": "",
+    }  # fmt: skip
+    for place, result in results.items():
+        monkeypatch.setattr(f"adaserve.bench.{place}", lambda *_, result=result: result)
+    codes = {"sweep": 4, "soak": 3, "fleet": 4}
+    for name, code in codes.items():
+        out = CliRunner().invoke(app, ["bench", name, "--out", str(tmp_path / name)])
+        assert out.exit_code == code, (name, out.output)
+
+
 def test_help_and_small_commands_load_nothing_heavy() -> None:
     """A module of a command imports what does the work where that runs: PyTorch alone takes seconds."""
     code = """

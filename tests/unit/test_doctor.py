@@ -81,11 +81,11 @@ def test_the_report_is_nothing_but_the_report(
         return [doctor.Finding("Port", "missing", "found", "pip install 'adaserve[bench]'")]
 
     monkeypatch.setattr(doctor, "examine", examine)
-    assert doctor.doctor() == 1
+    assert doctor.doctor() == 3
     assert "adaserve[bench]" in capsys.readouterr().out and not recwarn.list
 
 
-@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("missing", 1)])
+@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("missing", 3)])
 def test_report(
     state: doctor.State, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

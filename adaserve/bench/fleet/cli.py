@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import results_folder
+from adaserve.commands import DOES_NOT_COUNT
 
 
 def bench_fleet(
@@ -25,7 +26,9 @@ def bench_fleet(
     warmup: Annotated[float, typer.Option(min=0.0, help="First seconds, which are not judged.")] = 10.0,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same schedule.")] = 0,
 ) -> None:
-    """Check what replicas tell a router about themselves: headroom, predicted TPOT, capacity."""
+    """Check what replicas tell a router about themselves: headroom, predicted TPOT, capacity.
+
+    Exit code 4: the run is not valid."""
     from adaserve.bench.fleet.run import FleetPlan, run_fleet_bench, summary_text
 
     console = Console(stderr=True)
@@ -34,4 +37,4 @@ def bench_fleet(
     print(summary_text(result, replicas))
     console.print(f"results: {out}", soft_wrap=True, highlight=False)
     if not result["valid"]:
-        raise typer.Exit(1)
+        raise typer.Exit(DOES_NOT_COUNT)

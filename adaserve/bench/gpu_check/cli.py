@@ -12,7 +12,7 @@ from rich.console import Console
 
 from adaserve.bench.options import counts, floats, listed, results_folder
 from adaserve.bench.terminal import table
-from adaserve.commands import fail
+from adaserve.commands import COULD_NOT, NO, fail
 from adaserve.commands import flags as split
 
 if TYPE_CHECKING:
@@ -124,9 +124,9 @@ def gpu_check(
     if check.undone:
         said = f"not done: {', '.join(check.undone)} (the same command with --out {out} runs them again)"
         console.print(f"[red]{said}[/]", highlight=False, soft_wrap=True)
-        raise typer.Exit(2)
+        raise typer.Exit(COULD_NOT)
     if any(t["met"] is False for t in report["targets"]):
-        raise typer.Exit(3)
+        raise typer.Exit(NO)
 
 
 def _costs(dry: bool, size: str | None) -> tuple[Cost, Cost | None]:

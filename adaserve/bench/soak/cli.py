@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import results_folder
+from adaserve.commands import NO
 
 
 def bench_soak(
@@ -30,7 +31,7 @@ def bench_soak(
     """Send random requests of every kind to a real server, and check invariants while it runs.
 
     The server has little memory and several HTTP processes. Clients stream, leave, abort, read slowly and
-    get killed, while the policy changes. Ctrl-C stops it cleanly. Exit code 1: an invariant was violated."""
+    get killed, while the policy changes. Ctrl-C stops it cleanly. Exit code 3: an invariant was violated."""
     from adaserve.bench.soak.report import held
     from adaserve.bench.soak.run import SoakPlan, run_soak
 
@@ -43,4 +44,4 @@ def bench_soak(
     good = held(run_soak(plan, out, console))
     verdict = "all invariants held" if good else "invariants were violated"
     console.print(f"{verdict}: {out}/README.md", highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if good else 1)
+    raise typer.Exit(0 if good else NO)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import counts, floats, seed_list, words
-from adaserve.commands import new_folder, panel
+from adaserve.commands import DOES_NOT_COUNT, new_folder, panel
 
 Text = str | None
 
@@ -149,7 +149,7 @@ def bench_sweep(
     """Compare systems by both SLOs at several loads, mixes, SLOs and traces.
 
     Systems play the same block of requests in random order before any plays the next one, because the speed
-    of a host drifts. After Ctrl-C the same --out continues. Exit code 3: blocks are left."""
+    of a host drifts. After Ctrl-C the same --out continues. Exit code 4: blocks are left."""
     from adaserve.bench.sweep.commands import Options, redraw, replay, show_plan, sweep, trace_files
 
     console = Console(stderr=True)
@@ -177,4 +177,4 @@ def bench_sweep(
     if plan_only:
         show_plan(options, console)
         return
-    raise typer.Exit(0 if sweep(options, console) else 3)
+    raise typer.Exit(0 if sweep(options, console) else DOES_NOT_COUNT)
