@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule
+from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule, get_serving
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from adaserve.config import AdaServeConfig, ConfigError, slo_classes
@@ -150,7 +150,8 @@ class AdaServeWorker(BaseSpecWorker):
         baseline_ms = self.config.baseline_ms
         measured_s = self._costs.baseline_s(BASELINE_CONTEXT)
         baseline_s = measured_s if baseline_ms is None else baseline_ms / 1e3
-        metrics = ServerMetrics() if speaks and get_observability().enable_metrics else None
+        told = speaks and get_observability().enable_metrics
+        metrics = ServerMetrics(get_serving().served_model_name) if told else None
         path = self.config.record_requests if speaks else None
         log = None if path is None else RequestLog(Path(path))
         logger.info(

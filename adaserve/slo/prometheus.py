@@ -7,7 +7,7 @@ folder before that, and a metric that was created too early would be lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -49,15 +49,35 @@ _LEARNED = {
 }
 
 
-class ServerMetrics:
-    """The metrics named ``adaserve:*``."""
+class _OfModel:
+    """A metric with labels besides the model's."""
 
-    def __init__(self, registry: Any = None) -> None:
+    def __init__(self, metric: Any, model_name: str) -> None:
+        self._metric, self._model_name = metric, model_name
+
+    def labels(self, *values: str) -> Any:
+        return self._metric.labels(self._model_name, *values)
+
+
+def _of_model(
+    model_name: str, kind: Any, name: str, says: str, labels: tuple[str, ...] = (), **settings: Any
+) -> Any:
+    """A metric of this model only: one Prometheus may watch servers of several, whose SLO classes have the
+    same names."""
+    metric = kind(name, says, ("model_name", *labels), **settings)
+    return _OfModel(metric, model_name) if labels else metric.labels(model_name)
+
+
+class ServerMetrics:
+    """The metrics named ``adaserve:*``. ``model_name``: the label that SGLang's metrics have as well."""
+
+    def __init__(self, model_name: str, registry: Any = None) -> None:
         import prometheus_client as prometheus
 
         where = {"registry": registry if registry is not None else prometheus.REGISTRY}
-        counter, histogram = partial(prometheus.Counter, **where), partial(prometheus.Histogram, **where)
-        gauge = partial(prometheus.Gauge, multiprocess_mode="mostrecent", **where)
+        made: Callable[..., Any] = partial(_of_model, model_name, **where)
+        counter, histogram = partial(made, prometheus.Counter), partial(made, prometheus.Histogram)
+        gauge = partial(made, prometheus.Gauge, multiprocess_mode="mostrecent")
         by_class = ("slo_class",)
         self.requests = counter(
             "adaserve:slo_requests",
@@ -69,12 +89,12 @@ class ServerMetrics:
         first = "Time to first token of finished requests by SLO class, seconds"
         self.ttft = histogram("adaserve:ttft_seconds", first, by_class, buckets=_TTFT_EDGES)
         held = "Prompts that the admission gate holds back for the TPOT SLOs of running requests"
-        self.gated = partial(prometheus.Gauge, multiprocess_mode="livesum", **where)(
-            "adaserve:gated_prompts", held, by_class
+        self.gated = made(
+            prometheus.Gauge, "adaserve:gated_prompts", held, by_class, multiprocess_mode="livesum"
         )
         oldest = "How long the oldest prompt at the admission gate has waited, seconds"
-        self.gated_s = partial(prometheus.Gauge, multiprocess_mode="livemax", **where)(
-            "adaserve:gated_longest_seconds", oldest, by_class
+        self.gated_s = made(
+            prometheus.Gauge, "adaserve:gated_longest_seconds", oldest, by_class, multiprocess_mode="livemax"
         )
         self._gated: set[str] = set()  # classes whose gauges are not 0
         good = "Output tokens of requests that met all their SLOs"
@@ -107,7 +127,7 @@ class ServerMetrics:
         self.arrivals = counter("adaserve:requests", came, ("through", "slo_stated"))
         error = "Predicted / delivered TPOT - 1 of finished requests, predicted when they arrived"
         self.error = histogram("adaserve:predicted_tpot_error", error, by_class, buckets=_ERROR_EDGES)
-        self._make_forecasts(where)
+        self._make_forecasts(partial(made, prometheus.Gauge))
         says = "Expected accepted tokens of a chain of 4, on the newest requests"
         self.accepted = gauge("adaserve:draft_accepted", says, ("draft", "slo_class"))
         self.trainer = gauge("adaserve:draft_trainer_running", "1 while the trainer runs")
@@ -116,13 +136,11 @@ class ServerMetrics:
         }
         self._learned = DraftLearning(trainer="starting")  # as counted so far
 
-    def _make_forecasts(self, where: dict[str, Any]) -> None:
+    def _make_forecasts(self, gauge: Callable[..., Any]) -> None:
         """What data-parallel ranks say is added up as a router sees it: the best one serves the request."""
-        import prometheus_client as prometheus
-
         by_class = ("slo_class",)
-        best_least = partial(prometheus.Gauge, multiprocess_mode="min", **where)
-        best_most = partial(prometheus.Gauge, multiprocess_mode="max", **where)
+        best_least = partial(gauge, multiprocess_mode="min")
+        best_most = partial(gauge, multiprocess_mode="max")
         tpot = "Predicted TPOT of one more request, seconds"
         self.tpot = best_least("adaserve:predicted_tpot_seconds", tpot, by_class)
         headroom = "TPOT SLO of the class / predicted TPOT of one more request"

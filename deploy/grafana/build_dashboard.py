@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+OF_MODEL = 'model_name=~"$model_name"'
+"""In the query for servers: by these, panels are restricted to the model."""
 ALL = 'instance=~"$instance", slo_class=~"$slo_class"'
 RATE = "[$__rate_interval]"
-TARGET = 'max by (slo_class) (adaserve:slo_target{slo_class=~"$slo_class"})'
+TARGET = f"max by (slo_class) (adaserve:slo_target{{{ALL}}})"
 OUT = Path(__file__).with_name("dashboards") / "adaserve.json"
 
 
@@ -58,8 +60,7 @@ def close(share: str) -> str:
 
 
 def burn(window: str) -> str:
-    target = "max by (slo_class) (adaserve:slo_target)"
-    return f"(1 - {attainment(window)}) / on (slo_class) (1 - {target})"
+    return f"(1 - {attainment(window)}) / on (slo_class) (1 - {TARGET})"
 
 
 def targets(queries: dict[str, str]) -> list[dict[str, Any]]:
@@ -403,7 +404,10 @@ def dashboard() -> dict[str, Any]:
         "templating": {
             "list": [
                 source,
-                variable("instance", "label_values(adaserve:iterations_total, instance)", "Server"),
+                variable("model_name", "label_values(adaserve:iterations_total, model_name)", "Model"),
+                variable(
+                    "instance", f"label_values(adaserve:iterations_total{{{OF_MODEL}}}, instance)", "Server"
+                ),
                 variable("slo_class", "label_values(adaserve:slo_target, slo_class)", "Class"),
             ]
         },

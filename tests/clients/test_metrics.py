@@ -37,6 +37,10 @@ def test_dashboards_and_alerts_ask_for_metrics_that_exist(server: ServerProcess)
     wanted -= {name for name in wanted if any(r.startswith(name) for r in recorded)}
     assert len(wanted) > 20
     assert wanted <= exported, wanted - exported
+    models = {dict(labels).get("model_name") for name, labels in samples if name.startswith("adaserve:")}
+    assert models == {
+        dict(labels)["model_name"] for name, labels in samples if name == "sglang:num_queue_reqs"
+    }
     classes = {dict(labels)["slo_class"] for _, labels in samples if "slo_class" in dict(labels)}
     assert {"coding", "chat", "summarization"} <= classes <= set(SLOConfig().labels)
 

@@ -23,6 +23,7 @@ from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import SLOStats
 
 NOW = 1000.0
+MODEL = {"model_name": "m"}
 LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001))
 CLASSES = SLOConfig(
     classes={"coding": SLOClass(name="coding", tpot_ms=22), "chat": SLOClass(name="chat", x_baseline=2)}
@@ -47,7 +48,7 @@ class Request:
 
 def forecaster(running: list[Request], registry: Any) -> Forecaster:
     states = {r.kv.req_pool_idx: RequestState(r.rid, "coding", 0.022, NOW, generated=[1]) for r in running}
-    ledger = SLOLedger(0.020, SLOStats(CLASSES, ServerMetrics(registry)))
+    ledger = SLOLedger(0.020, SLOStats(CLASSES, ServerMetrics("m", registry)))
     return Forecaster(PrefillPacer(AdaServeConfig(), LearnedCosts(LATENCY), ledger, states), ledger, CLASSES)
 
 
@@ -67,10 +68,9 @@ def test_an_idle_server(registry: Any) -> None:
     assert said.classes["chat"].headroom == pytest.approx(40 / 11), "twice the baseline of 20 ms"
     assert said.classes["custom"].headroom is None
     assert all(told.wait_ms == 0 and told.tpot_ms == pytest.approx(11) for told in said.classes.values())
-    assert registry.get_sample_value("adaserve:predicted_tpot_seconds", {"slo_class": "chat"}) == (
-        pytest.approx(0.011)
-    )
-    assert registry.get_sample_value("adaserve:predicted_headroom", {"slo_class": "custom"}) is None
+    tpot_s = registry.get_sample_value("adaserve:predicted_tpot_seconds", MODEL | {"slo_class": "chat"})
+    assert tpot_s == pytest.approx(0.011)
+    assert registry.get_sample_value("adaserve:predicted_headroom", MODEL | {"slo_class": "custom"}) is None
 
 
 def test_classes_that_wait_alike_are_worked_out_once(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_a_gate_that_closes(registry: Any) -> None:
     assert said.admission_open == pytest.approx(0.022 * 199 / (0.023 * 199 + 0.2665) / 1.1)
     assert said.classes["coding"].headroom == pytest.approx(22 / 23)
     assert said.classes["coding"].wait_ms > 1000
-    assert registry.get_sample_value("adaserve:admission_open") == said.admission_open
+    assert registry.get_sample_value("adaserve:admission_open", MODEL) == said.admission_open
 
 
 def test_prompts_ahead_and_slots(registry: Any) -> None:

@@ -33,7 +33,7 @@ from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.stats import SLOStats
 from adaserve.slo.classes import SLO, SLOConfig
 registry = CollectorRegistry()
-stats = SLOStats(SLOConfig(), ServerMetrics(registry))
+stats = SLOStats(SLOConfig(), ServerMetrics("m", registry))
 for name in ("num_running_reqs", "num_queue_reqs", "token_usage"):
     Gauge("sglang:" + name, name, registry=registry).set(0.5)
 server, _ = start_http_server(0, "127.0.0.1", registry)
@@ -117,6 +117,7 @@ def test_dashboard_follows_grafanas_model() -> None:
     source = {"type": "prometheus", "uid": "${datasource}"}
     for name, variable in variables.items():
         assert name == "datasource" or (variable["type"], variable["datasource"]) == ("query", source)
+    assert "$model_name" in variables["instance"]["definition"], "who chooses a model sees its servers alone"
     builtin = {"__rate_interval", "__all"}
     for panel in data["panels"]:
         assert panel["type"] in CORE_PANELS

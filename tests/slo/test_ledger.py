@@ -291,7 +291,7 @@ def test_a_request_without_an_slo() -> None:
 
 def test_a_prediction_is_compared_with_what_was_delivered() -> None:
     registry = prometheus_client.CollectorRegistry()
-    books = SLOLedger(BASELINE_S, SLOStats(SLOConfig(), ServerMetrics(registry)))
+    books = SLOLedger(BASELINE_S, SLOStats(SLOConfig(), ServerMetrics("m", registry)))
     reqs = [(Req(), predicted_s) for predicted_s in (0.022, 0.030, None)]  # delivered: 20 ms per token
     for req, predicted_s in reqs:
         if predicted_s is not None:
@@ -299,7 +299,7 @@ def test_a_prediction_is_compared_with_what_was_delivered() -> None:
     for req, predicted_s in reqs:
         report = books.close(req)
         assert report["tpot_predicted_ms"] == (None if predicted_s is None else predicted_s * 1e3)
-    name, labels = "adaserve:predicted_tpot_error", {"slo_class": "coding"}
+    name, labels = "adaserve:predicted_tpot_error", {"model_name": "m", "slo_class": "coding"}
     assert registry.get_sample_value(f"{name}_count", labels) == 2
     for edge, below in (("0.05", 0), ("0.15", 1), ("1.0", 2)):  # +10% and +50%
         assert registry.get_sample_value(f"{name}_bucket", {**labels, "le": edge}) == below

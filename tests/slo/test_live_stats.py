@@ -25,6 +25,8 @@ from adaserve.slo.stats import (
     slow_reason,
 )
 
+MODEL = {"model_name": "m"}
+
 
 class Clock:
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ def iteration(**values: Any) -> IterationSample:
 
 def stats(registry: CollectorRegistry | None = None) -> tuple[SLOStats, Clock]:
     clock = Clock()
-    metrics = ServerMetrics(registry) if registry is not None else None
+    metrics = ServerMetrics("m", registry) if registry is not None else None
     return SLOStats(SLOConfig(), metrics, clock), clock
 
 
@@ -108,7 +110,7 @@ def test_what_a_draft_learns_is_counted_up() -> None:
         "trainer_cpu_seconds_total",
         "trainer_running",
     )
-    got = [registry.get_sample_value(f"adaserve:draft_{name}") for name in names]
+    got = [registry.get_sample_value(f"adaserve:draft_{name}", MODEL) for name in names]
     assert got == [3, 0, 250, 0.75, 1]
 
 
@@ -197,7 +199,7 @@ def test_slos_that_routers_seem_to_drop() -> None:
     s.came(routed=False, stated=True)
     (note,) = build_snapshot([s.state()]).notes
     assert note.startswith(f"{LEAST_LOST} requests came through a router without an SLO, while 1 ")
-    count = {"through": "router", "slo_stated": "no"}
+    count = {**MODEL, "through": "router", "slo_stated": "no"}
     assert registry.get_sample_value("adaserve:requests_total", count) == LEAST_LOST
 
 
@@ -286,7 +288,7 @@ def test_prometheus_counts() -> None:
     s.finish(request(failed=True, tpot_s=None))  # publishes the iterations before it
 
     def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(name, labels)
+        return registry.get_sample_value(name, MODEL | labels)
 
     def count(objective: str, outcome: str) -> float | None:
         wanted = {"slo_class": "coding", "objective": objective, "outcome": outcome}
@@ -335,7 +337,7 @@ def test_iterations_are_published_a_few_at_a_time() -> None:
     published = []
     for _ in range(2 * PUBLISHED_AT_ONCE + 1):
         s.iteration(iteration())
-        published.append(registry.get_sample_value("adaserve:iterations_total"))
+        published.append(registry.get_sample_value("adaserve:iterations_total", MODEL))
     steps = [0.0, *(float(PUBLISHED_AT_ONCE * k) for k in (1, 2))]
     assert sorted(set(published)) == steps and published.index(steps[1]) == PUBLISHED_AT_ONCE - 1
 
@@ -347,7 +349,7 @@ def test_ttft_stands_beside_tpot_and_the_gate_beside_both() -> None:
         s.finish(request(ttft_s=0.01 * k, ttft_slo_s=0.8))
     s.iteration(iteration(gated={"coding": [2, 0.7], "chat": [1, 0.2]}))
     s.iteration(iteration(gated={"coding": [4, 0.9]}))
-    assert registry.get_sample_value("adaserve:iterations_total") == 0, "not published one by one"
+    assert registry.get_sample_value("adaserve:iterations_total", MODEL) == 0, "not published one by one"
     s.forecast(Forecast(1.0, {}))  # publishes the iterations before it
     states = [s.state(), s.state()]
     coding, chat, _ = build_snapshot([json.loads(json.dumps(state)) for state in states]).classes
@@ -360,7 +362,7 @@ def test_ttft_stands_beside_tpot_and_the_gate_beside_both() -> None:
     assert (chat.gated, chat.gated_longest_ms) == (0, None), "its prompt was let in"
 
     def value(name: str, slo_class: str) -> float | None:
-        return registry.get_sample_value(f"adaserve:{name}", {"slo_class": slo_class})
+        return registry.get_sample_value(f"adaserve:{name}", MODEL | {"slo_class": slo_class})
 
     assert (value("gated_prompts", "coding"), value("gated_longest_seconds", "coding")) == (4, 0.9)
     assert (value("gated_prompts", "chat"), value("gated_longest_seconds", "chat")) == (0, 0)

@@ -33,7 +33,7 @@ def read(name: str) -> dict[str, Any]:
 def published() -> dict[str, set[str]]:
     """Names of our metrics, and the labels of each."""
     registry = CollectorRegistry()
-    metrics = ServerMetrics(registry)
+    metrics = ServerMetrics("m", registry)
     metrics.start({name: 0.9 for name in SLOConfig().labels})
     metrics.forecast(Forecast(1.0, {"chat": ClassForecast(20.0, 1.5, 0.0)}))
     names: dict[str, set[str]] = {}

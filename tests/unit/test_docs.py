@@ -96,7 +96,7 @@ def test_files_that_are_named_are_there(page: Path, files: list[str]) -> None:
 def metrics() -> set[str]:
     """Names of our metrics, without what Prometheus adds, and those that rules record."""
     registry = CollectorRegistry()
-    ServerMetrics(registry)
+    ServerMetrics("m", registry)
     rules = (ROOT / "deploy" / "grafana" / "prometheus" / "rules.yml").read_text()
     return {metric.name for metric in registry.collect()} | set(re.findall(r"record: (\S+)", rules))
 
