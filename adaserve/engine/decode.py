@@ -161,7 +161,7 @@ class DecodeLoop:
         """Tells the policy what the host would take to read candidates, where a device can do without: if
         nothing joins them, and no draw depends on more than the device knows."""
         joined = offers or rows.grammars is not None or len(self.device.drafters) > 1
-        if self.device.stops_early or joined or self.tap.is_open or settings.penalized.any():
+        if not self.device.target.follows or joined or self.tap.is_open or settings.penalized.any():
             return rows
         return replace(rows, running=replace(rows.running, reading_s=self.times.reading_s))
 

@@ -19,7 +19,7 @@ class Times:
         self.last_end_s = 0.0
         """When the latest decode iteration was over."""
         names = "decode_s iterations prefill_s prefills target_s draft_s loop_s loop_models_s loops"
-        names += " stalls stalled_s"
+        names += " stalls stalled_s unread"
         self._sums = dict.fromkeys(names.split(), 0.0)
         self.has_prefilled = True
         """Whether there was a prefill since then."""
@@ -40,6 +40,7 @@ class Times:
         sums = self._sums
         sums["decode_s"] += outcome.total_s
         sums["iterations"] += 1
+        sums["unread"] += outcome.plan.takes_all
         if outcome.trees.n_nodes and not outcome.plan.takes_all:
             self._reading = self._reading or LatestLow(outcome.select_s)
             self._reading.add(outcome.select_s)

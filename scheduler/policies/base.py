@@ -121,7 +121,7 @@ class BasePolicy:
     def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
         """Whether all candidates should be verified, whatever they are: ``tokens`` with the roots, which is
         within the budget."""
-        return True
+        return False
 
     def _is_quicker(self, plan: IterationPlan, tokens: int, share: float) -> bool:
         """Whether ``tokens`` that nobody has read are verified sooner than what is usually bought of them:

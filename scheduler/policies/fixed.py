@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import Draft, IntArray, RunningBatch
+from adaserve.scheduler.interface import Draft, IntArray, IterationPlan, RunningBatch
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 
 
@@ -19,3 +19,7 @@ class FixedPolicy(BasePolicy):
         chain = all(children == 1 for children in self._branching)
         width = 1 if chain else max(self._branching)
         return Shape(Draft(len(self._branching), width, None if chain else self._branching))
+
+    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
+        """As it does anyway."""
+        return True

@@ -53,6 +53,10 @@ class AdaServePolicy(BasePolicy):
         # The authors' public code: int(1.2 B / n) added nodes; at least 1 or the phase does nothing.
         return max(1, int(self.config.n_max_factor * B / n))
 
+    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
+        """As it does where the budget is enough for them."""
+        return True
+
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """SLO phase, then throughput phase (Algorithm 2 lines 9-23)."""
         f = path_probability(trees)

@@ -55,10 +55,6 @@ class UrgencyPolicy(BasePolicy):
         most_urgent = float(left[left >= least_s].min(initial=np.inf))
         return max(most_urgent, LEAST_SHARE * float(running.tpot_slo_s.min()))
 
-    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
-        """Whose chains fit depends on their lengths."""
-        return False
-
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Whole chains in the order of urgency, while the iteration's predicted time is within the budget."""
         running, n = plan.running, trees.n_rows

@@ -171,7 +171,14 @@ def another_draft(run: Run, batch: Any) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("what", [offered, with_grammar, penalized, recorded, another_draft])
+def planned_on_the_host(run: Run, batch: Any) -> dict[str, Any]:
+    run.loop.device.target.follows = False  # type: ignore[misc]
+    return {}
+
+
+@pytest.mark.parametrize(
+    "what", [offered, with_grammar, penalized, recorded, another_draft, planned_on_the_host]
+)
 def test_not_where_more_has_to_be_known(
     what: Callable[[Run, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
