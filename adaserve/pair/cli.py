@@ -156,7 +156,10 @@ def train_head(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Train heads for the embedded target. After Ctrl-C the same command resumes."""
+    """Train heads for the embedded target. After Ctrl-C the same command resumes.
+
+    A run that is finished, or that has other settings, is not gone on with: it is refused.
+    """
     from adaserve.pair.eagle import HeadShape
     from adaserve.pair.export import export_heads
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from adaserve.pair import distill, train
+from adaserve.fingerprint import fingerprint
+from adaserve.pair import distill, runs, train
 from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare
 from adaserve.pair.eagle import HeadShape
@@ -127,11 +128,24 @@ def export_heads(
     start: Path | None,
 ) -> Path:
     """Trains heads of ``pair/target`` below ``work``: MEDUSA, or HEAD, an EAGLE-3 head of that shape. Returns
-    the folder of their shipped form."""
+    the folder of their shipped form. Goes on with a run of the same settings that was interrupted; raises
+    PairError where another one lies there."""
     corpus, out = ensure_corpus(work, seed=seed), work / "runs" / kind
     run = train.Run(corpus, out, minutes, seed, threads, compile=False, start=start)
+    settings = {
+        "minutes": minutes,
+        "written_tokens": written_tokens,
+        "seed": seed,
+        "weights to go on from": None if start is None else fingerprint(start),
+        "weights of the target": fingerprint(pair / "target"),
+        "bytes of text": (corpus / "train.bin").stat().st_size,
+        **({} if kind == MEDUSA else asdict(shape) | {"layers": str(shape.layers)}),
+    }
+    runs.begin(out, settings)
     if kind == MEDUSA:
-        return train_medusa(run, pair, written_tokens=written_tokens)
-    train_eagle(run, pair, written_tokens=written_tokens, shape=shape)
-    pack(run.out, shipped := work / "pair" / kind)
+        shipped = train_medusa(run, pair, written_tokens=written_tokens)
+    else:
+        train_eagle(run, pair, written_tokens=written_tokens, shape=shape)
+        pack(run.out, shipped := work / "pair" / kind)
+    runs.finish(out, settings)
     return shipped

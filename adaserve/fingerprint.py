@@ -1,0 +1,22 @@
+"""Which weights a model has, whatever its folder is called."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+_DIGITS = 16
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the weights in a model's folder, every byte of them; "" where there are none."""
+    files = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
+    if not files:
+        return ""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0")
+        with file.open("rb") as f:
+            digest.update(hashlib.file_digest(f, "sha256").digest())
+    return digest.hexdigest()[:_DIGITS]

@@ -1,0 +1,67 @@
+"""A training run goes on with its own earlier part only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve.pair import export, runs
+from adaserve.pair.eagle import HeadShape
+from adaserve.pair.folders import HEAD, PairError, weights_folder
+
+
+def test_the_same_run_goes_on_until_it_is_finished(tmp_path: Path) -> None:
+    folder, settings = tmp_path / "run", {"minutes": 20.0, "seed": 0}
+    runs.begin(folder, settings)
+    (folder / "checkpoint.pt").touch()
+    runs.begin(folder, settings)
+    runs.finish(folder, settings)
+    for given in (settings, {"minutes": 40.0, "seed": 0}):
+        with pytest.raises(PairError, match="finished: delete that folder"):
+            runs.begin(folder, given)
+
+
+def test_a_run_with_other_settings_is_refused_with_what_differs(tmp_path: Path) -> None:
+    runs.begin(tmp_path, {"minutes": 20.0, "seed": 0})
+    with pytest.raises(PairError, match=r"\(minutes was 20\.0, is 40\.0, mlp was None, is 64\): give the"):
+        runs.begin(tmp_path, {"minutes": 40.0, "seed": 0, "mlp": 64})
+    runs.begin(tmp_path, {"minutes": 20.0, "seed": 0})
+
+
+def test_a_run_that_noted_no_settings_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt").touch()
+    with pytest.raises(PairError, match="settings are not known"):
+        runs.begin(tmp_path, {"seed": 0})
+
+
+def test_heads_go_on_from_their_own_checkpoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[HeadShape] = []
+
+    def train_eagle(run: object, pair: Path, *, written_tokens: int, shape: HeadShape) -> None:
+        trained.append(shape)
+        if len(trained) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "train_eagle", train_eagle)
+    monkeypatch.setattr(export, "pack", lambda *_: None)
+    (tmp_path / "corpus").mkdir()
+    for name in ("train.jsonl", "tokens.json"):
+        (tmp_path / "corpus" / name).touch()
+    np.zeros(100, np.uint16).tofile(tmp_path / "corpus" / "train.bin")
+
+    def head(mlp: int) -> Path:
+        return export.export_heads(
+            HEAD, tmp_path, weights_folder(), HeadShape(mlp=mlp),
+            minutes=1, written_tokens=50_000, seed=0, threads=1, start=None,
+        )  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        head(64)
+    with pytest.raises(PairError, match="mlp was 64, is 32"):
+        head(32)
+    assert head(64) == tmp_path / "pair" / HEAD
+    with pytest.raises(PairError, match="finished"):
+        head(64)
+    assert [shape.mlp for shape in trained] == [64, 64]
