@@ -32,7 +32,7 @@ from adaserve.learning.messages import (
 from adaserve.learning.records import Newest, Record
 from adaserve.learning.shared import Ring, memory
 from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
-from adaserve.learning.versions import Version, Versions
+from adaserve.learning.versions import Version, Versions, fingerprint_of
 from adaserve.lifetime import die_with_parent
 from adaserve.sharpening import load_sharpening
 
@@ -78,6 +78,7 @@ class Process:
             home = home_records(draft, settings.draft)
         else:  # nobody has read home texts, so there are no hidden states of them
             draft = HeadCopy(settings.draft, settings.target)
+        self._began_as = "" if self._versions is None else fingerprint_of(settings.draft)
         self._trainer = Trainer(
             draft,
             home,
@@ -165,6 +166,7 @@ class Process:
             tokens=self._trainer.tokens,
             draft=self._settings.draft,
             correction=found.draft.correction,
+            began_as=self._began_as,
         )
         try:
             self._versions.add(to_bytes(found.draft.state), version)

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from adaserve.errors import UserError
+from adaserve.fingerprint import fingerprint
 from adaserve.pair.folders import PLAIN_NAME, copy_companions
 from adaserve.sharpening import Correction, load_sharpening
 
@@ -46,6 +47,7 @@ class Version(msgspec.Struct):
     tokens: int  # learned from, in this run of the server
     draft: str  # the checkpoint that it began as
     correction: Correction = Correction()  # of how that one is read
+    began_as: str = ""  # `fingerprint_of` that checkpoint; "" = not known
 
 
 class Versions:
@@ -93,7 +95,8 @@ class Versions:
     def current(self, draft: str) -> tuple[Version, bytes] | None:
         """The current version and its weights; None for the draft as it came.
 
-        Raises VersionError when it did not begin as ``draft``, DamagedError when it cannot be had."""
+        Raises VersionError when it did not begin with the weights of ``draft``, DamagedError when it cannot
+        be had."""
         try:
             number = int((self.folder / _CURRENT).read_text())
             if not number:
@@ -106,9 +109,10 @@ class Versions:
             raise DamagedError(
                 f"what {self.folder} names as its current version is damaged ({error})"
             ) from error
-        if version.draft != draft:
+        if not _began_with(version, draft):
+            not_as = f"not {draft}" if version.draft != draft else "with other weights than it has now"
             raise VersionError(
-                f"{self.folder} holds drafts that began as {version.draft}, not {draft}: give another folder"
+                f"{self.folder} holds drafts that began as {version.draft}, {not_as}: give another folder"
             )
         return version, weights
 
@@ -135,6 +139,11 @@ class Versions:
         version = self._known(number)
         if not Path(version.draft).is_dir():
             raise VersionError(f"{version.draft}, whose configuration is needed, is not a folder here")
+        if not _began_with(version, version.draft):
+            raise VersionError(
+                f"{version.draft}, whose configuration is needed, has other weights than version {number} "
+                "began with"
+            )
         copy_companions(Path(version.draft), out)
         load_sharpening(Path(version.draft)).corrected(version.correction).save(out)
         shutil.copy(self._file(number), out / PLAIN_NAME)
@@ -148,6 +157,26 @@ class Versions:
 
     def _file(self, number: int) -> Path:
         return self.folder / f"draft-{number:05d}.safetensors"
+
+
+def fingerprint_of(draft: str) -> str:
+    """Of the weights of a checkpoint, as transformers takes it; "" where they are not on this host."""
+    from transformers.utils import cached_file
+
+    folder = Path(draft)
+    if not folder.is_dir():
+        try:
+            folder = Path(cached_file(draft, "config.json", local_files_only=True)).parent
+        except (OSError, ValueError):
+            return ""
+    return fingerprint(folder)
+
+
+def _began_with(version: Version, draft: str) -> bool:
+    """Whether a version was trained from the weights that ``draft`` has now. Where these cannot be compared,
+    its path decides."""
+    now = fingerprint_of(draft) if version.began_as else ""
+    return version.began_as == now if now else version.draft == draft
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -31,7 +31,7 @@ from adaserve.learning.messages import (
 from adaserve.learning.process import MOST_REST_S, Process, rest_s
 from adaserve.learning.shared import Ring, allocate, memory
 from adaserve.learning.trainer import JUDGED
-from adaserve.learning.versions import Version, Versions
+from adaserve.learning.versions import Version, Versions, fingerprint_of
 from adaserve.sharpening import Correction
 from tests.learning.factories import save_drafts, served
 
@@ -128,6 +128,7 @@ def test_a_better_draft_is_offered_and_kept(
     assert isinstance(later, Progress) and later.present > later.first, "the candidate serves now"
     (version,) = Versions(tmp_path).history()
     assert version.score == pytest.approx(progress.candidate) and version.correction == candidate.correction
+    assert version.began_as == fingerprint_of(str(target[1])) != ""
 
 
 def test_a_wrong_learning_rate_never_reaches_serving(

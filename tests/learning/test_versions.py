@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from typer.testing import CliRunner
 
 from adaserve.cli import app
 from adaserve.learning.draft import DraftCopy, to_bytes
-from adaserve.learning.versions import KEPT, DamagedError, Version, VersionError, Versions
+from adaserve.learning.versions import (
+    KEPT,
+    DamagedError,
+    Version,
+    VersionError,
+    Versions,
+    fingerprint_of,
+)
 from tests.learning.factories import save_drafts
 
 
@@ -40,6 +48,39 @@ def test_a_folder_of_another_draft_is_refused(tmp_path: Path) -> None:
     versions.add(b"x", version("/models/other"))
     with pytest.raises(VersionError, match="began as /models/other"):
         versions.current("/models/draft")
+
+
+def test_versions_belong_to_weights_and_not_to_a_path(tmp_path: Path) -> None:
+    """Another draft at the same path, and the same draft at another."""
+    draft, moved, out = (tmp_path / name for name in ("draft", "moved", "out"))
+    save_drafts(draft)
+    versions = Versions(tmp_path / "kept")
+    began = version(str(draft))
+    began.began_as = fingerprint_of(str(draft))
+    versions.add(b"weights 1", began)
+    shutil.copytree(draft, moved)
+    for folder in (draft, moved):
+        found = versions.current(str(folder))
+        assert found is not None and found[1] == b"weights 1"
+    versions.export(1, out)
+    save_drafts(draft, noise=0.3)
+    with pytest.raises(VersionError, match="with other weights than it has now: give another folder"):
+        versions.current(str(draft))
+    with pytest.raises(VersionError, match="has other weights than version 1 began with"):
+        versions.export(1, out)
+    versions.choose(0)
+    assert versions.current(str(draft)) is None
+
+
+def test_a_version_that_knows_no_fingerprint_goes_by_its_path(tmp_path: Path) -> None:
+    """As those that were kept before there were any."""
+    save_drafts(tmp_path / "draft")
+    versions = Versions(tmp_path / "kept")
+    versions.add(b"weights 1", version(str(tmp_path / "draft")))
+    assert versions.current(str(tmp_path / "draft")) is not None
+    with pytest.raises(VersionError, match="not /models/other"):
+        versions.current("/models/other")
+    assert fingerprint_of("/models/other") == ""
 
 
 def test_old_weights_go_and_their_history_stays(tmp_path: Path) -> None:
