@@ -35,7 +35,7 @@ class Progress(msgspec.Struct, tag=True):
     present: float
     first: float
     candidate: float
-    verdict: str  # "better", "worse" or "undecided"
+    verdict: str  # "better", "worse", "undecided", or "first": the first draft serves again
     classes: dict[str, ClassScore]
     requests: int  # taken in since the start
     tokens: int

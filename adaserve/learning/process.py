@@ -136,7 +136,7 @@ class Process:
         scores = (float(found.present.mean()), float(found.first.mean()), float(found.candidate.mean()))
         counts = (trainer.requests, trainer.tokens, trainer.updates)
         send(self._server, Progress(*scores, found.verdict, found.by_class(), *counts))
-        taken = found.verdict == "better" and self._offer(found.draft, scores[2], scores[0])
+        taken = found.wins and self._offer(found.draft, scores[2], scores[0])
         if taken:
             self._keep(found)
         return taken

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -26,8 +26,9 @@ from adaserve.sharpening import Correction, DraftSharpening
 JUDGED = 32
 """Requests that a candidate is judged on. They are trained on afterwards."""
 WORSE = 2
-"""Judgements in a row that find the draft in training worse, after which it starts again. One may be due to
-what its requests happen to be about."""
+"""Judgements in a row that find the draft in training worse, after which it starts again, or that find the
+present draft worse than the first one, which then serves again. One may be due to what its requests happen to
+be about."""
 SURE = 2.0
 """Standard errors by which a candidate must gain or lose. With one of them a sixth of the candidates that are
 no better would serve, and each of the next ones would be compared with a draft that is a little worse.
@@ -73,11 +74,18 @@ class Judgement:
     present: Tensor
     first: Tensor
     classes: tuple[str, ...]  # of the n requests
+    returns: bool = False  # the candidate is the first draft, which is to serve again
 
     @property
     def verdict(self) -> str:
-        """Whether the candidate is "better" than the present draft, "worse", or it is "undecided"."""
-        return verdict(self.candidate - self.present)
+        """Whether the candidate is "better" than the present draft, "worse", or it is "undecided"; "first"
+        where the first draft is to serve again."""
+        return "first" if self.returns else verdict(self.candidate - self.present)
+
+    @property
+    def wins(self) -> bool:
+        """Whether the candidate is to serve."""
+        return self.verdict in ("better", "first")
 
     def by_class(self) -> dict[str, ClassScore]:
         """Class -> how many requests, and the mean scores of the present and the first draft."""
@@ -105,7 +113,7 @@ class Trainer:
         self.present = self.first  # what is served
         self.replay = Newest(replay_bytes)
         self.requests = self.tokens = self.updates = 0
-        self._rounds = self._worse = 0
+        self._rounds = self._worse = self._behind = 0
         self._random = random.Random(0)
         self.restart()
 
@@ -124,13 +132,23 @@ class Trainer:
         """
         self._rounds += 1
         if self._rounds % JUDGE_EVERY == 0:
-            found = self.judge(unseen, pause)
+            found = self._or_first(self.judge(unseen, pause))
             self._worse = self._worse + 1 if found.verdict == "worse" else 0
-            if judged(found):
+            taken = judged(found)
+            if taken:
                 self.present = found.draft
-            elif found.verdict == "better" or self._worse == WORSE:
+            if found.returns or (found.wins and not taken) or self._worse == WORSE:
                 self.restart()
         self.learn(unseen, pause)
+
+    def _or_first(self, found: Judgement) -> Judgement:
+        """The first draft in place of the candidate, where the present one has fallen behind it and the
+        candidate has not caught up: what was learned may be wrong for what is asked now."""
+        self._behind = self._behind + 1 if verdict(found.first - found.present) == "better" else 0
+        if self._behind < WORSE or found.candidate.mean() >= found.first.mean():
+            return found
+        self._behind = 0
+        return replace(found, draft=self.first, candidate=found.first, returns=True)
 
     # -- learning -----------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ class Judged(msgspec.Struct):
     candidate: float
     present: float
     first: float
-    verdict: str  # "better", "worse" or "undecided"
+    verdict: str  # "better", "worse", "undecided", or "first": the first draft serves again
     classes: dict[str, DraftScores] = {}
 
 

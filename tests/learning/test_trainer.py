@@ -12,8 +12,8 @@ import torch
 from adaserve.learning.draft import DraftCopy, checked, to_bytes
 from adaserve.learning.losses import LOSSES
 from adaserve.learning.records import Newest
-from adaserve.learning.trainer import JUDGE_EVERY, Judgement, Recipe, Trainer, verdict
-from adaserve.sharpening import load_sharpening
+from adaserve.learning.trainer import JUDGE_EVERY, Judgement, Recipe, Snapshot, Trainer, verdict
+from adaserve.sharpening import Correction, load_sharpening
 from tests.learning.factories import record, save_drafts, served
 
 
@@ -102,6 +102,43 @@ def test_two_bad_judgements_in_a_row_start_the_training_again(
     for _ in range(5 * JUDGE_EVERY):
         trainer.round([], lambda found: False, lambda: None)
     assert seen == ["worse", "undecided", "worse", "worse", "worse"] and restarts == [4]
+
+
+def test_the_first_draft_serves_again_where_a_learned_one_has_become_worse(
+    target: tuple[torch.nn.Module, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the served draft was trained on is not asked for any more, and little is learned of the rest."""
+    monkeypatch.setattr("adaserve.learning.draft_reading.fit", lambda *_: Correction())
+    trainer = trainer_of(target[1], rate=1e-9)
+    spoilt = {name: t + 0.05 * torch.randn_like(t) for name, t in trainer.first.state.items()}
+    trainer.present = Snapshot(spoilt, Correction())
+    trainer.restart()
+    found: list[Judgement] = []
+
+    def judged(judgement: Judgement) -> bool:
+        found.append(judgement)
+        return judgement.wins
+
+    for seed in range(3 * JUDGE_EVERY):
+        trainer.round(served(target[0], 32, seed=seed), judged, lambda: None)
+    assert [f.verdict for f in found] == ["undecided", "first", "undecided"], "once may be chance"
+    assert found[1].first.mean() > found[1].present.mean()
+    assert found[1].draft is trainer.first is trainer.present
+    now = trainer.draft.state()
+    assert all(torch.allclose(now[name], t, atol=1e-4) for name, t in trainer.first.state.items())
+
+
+def test_a_candidate_that_has_caught_up_is_taken_in_place_of_the_first_draft(
+    target: tuple[torch.nn.Module, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(target[1])
+    found = trainer.judge(served(target[0], 8), lambda: None)
+    behind = replace(found, present=found.first - 0.5, candidate=found.first + 0.1)
+    monkeypatch.setattr(trainer, "judge", lambda *_: behind)
+    seen: list[Judgement] = []
+    for _ in range(3 * JUDGE_EVERY):
+        trainer.round([], lambda found: bool(seen.append(found)), lambda: None)
+    assert [f.verdict for f in seen] == ["better"] * 3
 
 
 def test_judging_changes_nothing(target: tuple[torch.nn.Module, str]) -> None:

@@ -148,7 +148,7 @@ class _Study:
 
         def judged(found: Judgement) -> bool:
             verdicts[found.verdict] += 1
-            return found.verdict == "better"
+            return found.wins
 
         stream = self._stream(variant.mixed)
         for domain, records in self._bar.track(
@@ -171,7 +171,7 @@ class _Study:
             worst_window(now, first),
             {d: gain(of, first_held_out[d]) for d, of in held_out.items()},
             self._recovered(variant, now),
-            verdicts["better"],
+            verdicts["better"] + verdicts["first"],
             verdicts["worse"],
             sum(t.tokens for t in {id(t): t for t in trainers.values()}.values()),
             cpu_s,
