@@ -17,6 +17,7 @@ from torch.nn import functional as fn
 from adaserve.learning import losses
 from adaserve.learning.records import Record
 from adaserve.noise import gumbel
+from adaserve.pair.calibration import misjudged
 from adaserve.sharpening import Correction, DraftSharpening
 
 NO_CORRECTION = Correction()
@@ -97,8 +98,8 @@ def fit(
     """What ``sharpening`` lacks for a draft that says ``logits`` [n, vocab] of each record.
 
     The weight of the noise is the one under which most drafted tokens agree with the target's, the taus those
-    under which the served tokens are likeliest. Where there is no record of a kind (greedy or drawn), that of
-    the ``present`` draft stays."""
+    under which its likeliest tokens are served as often as they claim. Where there is no record of a kind
+    (greedy or drawn), that of the ``present`` draft stays."""
     every = list(zip(records, logits, strict=True))
     greedy = [(r, said) for r, said in every if r.temperature == 0]
     drawn = [(r, said) for r, said in every if r.temperature > 0 and r.key]
@@ -125,12 +126,10 @@ def _best_tau(
     costs = np.zeros(len(_TAU_FACTORS))
     for record, logits in records:
         scale, spread = map(float, sharpening.reading(record.temperature))
-        token, known = served(record), knows_served(record, logits)
-        read = logits * scale
+        read, token = logits * scale, served(record)
         if record.temperature > 0:
             read = read + spread * noise_factor * noise(record, logits.shape[1])
-        read, token = read[known], token[known]
-        costs += [float(fn.cross_entropy(read / f, token, reduction="sum")) for f in _TAU_FACTORS]
+        costs += misjudged(read, token, _TAU_FACTORS)
     return float(_TAU_FACTORS[costs.argmin()])
 
 

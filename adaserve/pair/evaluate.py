@@ -17,6 +17,7 @@ from torch.nn import functional as fn
 from adaserve.draft_kind import draft_kind, medusa_folder
 from adaserve.medusa import load_medusa
 from adaserve.noise import request_key
+from adaserve.pair.calibration import misjudged
 from adaserve.pair.candidates import Drafter, ModelDrafter, Trees, draft_trees
 from adaserve.pair.data import load_tokenizer, open_stream
 from adaserve.pair.eagle import load_head
@@ -84,13 +85,9 @@ def draft_logits(drafter: Drafter, written: Written) -> Tensor:
     return drafter.after(written.whole[:, :-1])[:, written.prompts.shape[1] - 1 :]
 
 
-def best_tau(logits: Tensor, actual: Tensor) -> float:
-    """The divisor of the draft's logits under which what the target chose was most likely."""
-    flat, wanted = logits.flatten(0, 1), actual.flatten()
-    proposable = _proposable(flat, wanted)
-    flat, wanted = flat[proposable], wanted[proposable]
-    losses = [fn.cross_entropy(flat / tau, wanted).item() for tau in _TAUS]
-    return float(_TAUS[int(np.argmin(losses))])
+def best_tau(logits: Tensor, actual: Tensor, taus: np.ndarray = _TAUS) -> float:
+    """The divisor of logits [..., n, vocab] under which they say best which tokens the target chose."""
+    return float(taus[misjudged(logits.flatten(0, -2), actual.flatten(), taus).argmin()])
 
 
 def _proposable(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -106,19 +103,19 @@ def noise_of(written: Written, vocabulary: int) -> Tensor:
 
 
 def best_shared(logits: Tensor, noise: Tensor, actual: Tensor, temperature: float) -> tuple[float, float]:
-    """(tau, weight of the noise) under which the target's draws were most likely, all [..., n, vocab]."""
+    """(tau, weight of the noise), all [..., n, vocab]. The weight is the one under which the target's draws
+    were most likely, of those that can be proposed; tau is the best one for it and for all draws."""
     if temperature == 0:
         return best_tau(logits, actual), 0.0
     flat, own, wanted = logits.flatten(0, 1), noise.flatten(0, 1), actual.flatten()
     proposable = _proposable(flat, wanted)
-    flat, own, wanted = flat[proposable], own[proposable], wanted[proposable]
-    best = (math.inf, 1.0, 0.0)
+    known, known_noise, known_wanted = flat[proposable], own[proposable], wanted[proposable]
+    best = (math.inf, 0.0)
     for weight in temperature * _NOISE:
-        noisy = flat + weight * own
-        losses = [fn.cross_entropy(noisy / tau, wanted).item() for tau in _SHARED_TAUS]
-        at = int(np.argmin(losses))
-        best = min(best, (losses[at], float(_SHARED_TAUS[at]), float(weight)))
-    return best[1:]
+        noisy = known + weight * known_noise
+        losses = [fn.cross_entropy(noisy / tau, known_wanted).item() for tau in _SHARED_TAUS]
+        best = min(best, (min(losses), float(weight)))
+    return best_tau(flat + best[1] * own, wanted, _SHARED_TAUS), best[1]
 
 
 def tree_samples(

@@ -78,6 +78,17 @@ def test_taus_follow_how_often_a_draft_is_right() -> None:
         assert getattr(guesses, field) > 1.5
 
 
+def test_tokens_that_a_draft_does_not_know_make_it_less_sure() -> None:
+    """It is right about all others."""
+    says = logits(1)
+    for temperature, field in ((TEMPERATURE, "tau"), (0.0, "greedy_tau")):
+        record = served(says, temperature)
+        knows = says.clone()
+        knows[:, draft_reading.served(record)[: POSITIONS // 2].unique()] = draft_reading.UNKNOWN
+        all_known, some = (draft_reading.fit([record], [of], EXACT) for of in (says, knows))
+        assert getattr(some, field) > 1.2 * getattr(all_known, field)
+
+
 def test_what_the_newest_requests_do_not_show_stays_as_it_is() -> None:
     """A reading of greedy requests, say, while all of the newest ones sample."""
     now, says = Correction(noise=1.2, tau=0.8, greedy_tau=1.9), logits(1)

@@ -11,7 +11,7 @@ import torch
 
 from adaserve.pair.candidates import draft_trees
 from adaserve.pair.eagle import EagleHead, HeadShape, load_head, narrowed, save_head
-from adaserve.pair.evaluate import best_tau
+from adaserve.pair.evaluate import best_shared, best_tau
 from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.model import TinyLlama
 from adaserve.pair.observed import observe
@@ -64,6 +64,22 @@ def test_unknown_tokens_are_never_proposed(target: TinyLlama) -> None:
     logits = drafter.after(tokens)[:, 1:]
     assert logits.isfinite().sum(-1).eq(len(known)).all()
     assert best_tau(logits, torch.randint(0, TINY.vocab, logits.shape[:2])) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_head_is_no_surer_than_it_is_right(temperature: float) -> None:
+    """It is right wherever it knows the target's token, and knows 70% of them."""
+    torch.manual_seed(0)
+    logits, noise = torch.randn(1, 2000, 50), torch.zeros(1, 2000, 50)
+    logits[..., 40:] = -torch.inf
+    best = logits.argmax(-1)
+    actual = torch.where(torch.rand(1, 2000) < 0.7, best, 45)
+    logits.scatter_add_(-1, best[..., None], torch.ones(1, 2000, 1))
+    tau, weight = best_shared(logits, noise, actual, temperature)
+    for found in (best_tau(logits, actual), tau):
+        said = (logits / found).softmax(-1).max(-1).values.mean().item()
+        assert said == pytest.approx(0.7, abs=0.05)
+    assert (weight == 0) == (temperature == 0)
 
 
 @torch.no_grad()
