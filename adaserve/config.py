@@ -150,7 +150,7 @@ class AdaServeConfig(Checked):
         description="priority of the trainer, as in `nice`; at 19 it gets spare processor time only",
     )
     learn_memory_mb: int = Field(
-        default=128, ge=16, le=1 << 20, description="memory for requests to learn from, in MB"
+        default=192, ge=16, le=1 << 20, description="memory for requests to learn from, in MB"
     )
     learn_folder: str | None = Field(
         default=None, description="keep better drafts in this folder, and start with the last one"

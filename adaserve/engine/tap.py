@@ -42,6 +42,12 @@ class _Open:
     ids: list[np.ndarray] = field(default_factory=list)
     states: list[np.ndarray] = field(default_factory=list)
     positions: int = 0
+    nbytes: int = 0  # of distributions and hidden states
+
+    def keep(self, kind: list[np.ndarray], part: np.ndarray) -> None:
+        """Of a forward's array, a copy: a view would keep all of it, other requests' parts included."""
+        kind.append(part.copy())
+        self.nbytes += part.nbytes
 
     @property
     def cut(self) -> int:
@@ -75,7 +81,8 @@ class Tap:
     """Collects records of running requests and puts finished ones into the trainer's ``ring``.
 
     ``share``: of the requests, chosen by their noise's key. Where the ring is full nothing is recorded, so a
-    trainer that hangs costs no time; without a ring there is none. ``states``: for a draft that is a head.
+    trainer that hangs costs no time; without a ring there is none. What is recorded takes half as much memory
+    as the ring, at most. ``states``: for a draft that is a head.
     """
 
     def __init__(self, share: float, ring: Ring | None = None, states: ReadStates | None = None) -> None:
@@ -108,7 +115,18 @@ class Tap:
 
     @property
     def _is_full(self) -> bool:
-        return self.ring is None or self.ring.used > self.ring.capacity // 2
+        if self.ring is None or self._open_bytes > self._most_bytes // 2:
+            return True
+        return self.ring.used > self.ring.capacity // 2
+
+    @property
+    def _open_bytes(self) -> int:
+        return sum(opened.nbytes for opened in self._open.values())
+
+    @property
+    def _most_bytes(self) -> int:
+        """Of all open records. One that would need more ends early."""
+        return 0 if self.ring is None else self.ring.capacity // 2
 
     def verified(
         self,
@@ -134,17 +152,18 @@ class Tap:
             opened = self._open[rows.states[row].rid]
             served = _until(emitted[row][:count], opened.stops)
             here, end = slice(end, end + len(served)), end + count
-            opened.logprobs.append(logprobs[here])
+            opened.keep(opened.logprobs, logprobs[here])
             if ids is not None:
-                opened.ids.append(ids[here])
+                opened.keep(opened.ids, ids[here])
             if self._states is not None:
                 before = [] if opened.states else [np.arange(opened.cut, opened.start)]
                 places = np.concatenate([*before, verified.batch.places[at[here]]])
                 states = self._states(int(rows.pool_rows[row]), places)
-                opened.states.append(states.clamp(-MOST_STATE, MOST_STATE).half().numpy())
+                opened.keep(opened.states, states.clamp(-MOST_STATE, MOST_STATE).half().numpy())
             opened.positions += len(served)
             opened.tokens += served
-            if opened.positions >= MOST_POSITIONS or len(served) < count:
+            ends = opened.positions >= MOST_POSITIONS or len(served) < count
+            if ends or self._open_bytes > self._most_bytes:
                 self.finished(rows.states[row].rid)
 
     def _goes_on(self, state: RequestState, length: int) -> bool:

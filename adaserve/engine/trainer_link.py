@@ -21,7 +21,7 @@ import psutil
 
 from adaserve.config import AdaServeConfig
 from adaserve.learning.messages import Alive, Candidate, Load, Message, Settings, line, receive, send
-from adaserve.learning.shared import Ring, allocate, memory
+from adaserve.learning.shared import Ring, allocate, memory, shares
 from adaserve.lifetime import PARENT_ENV
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class TrainerLink:
         """Raises OSError where the host has no process, memory or descriptor to spare."""
         config = self._config
         with ExitStack() as opened:  # until they are mapped here, and inherited there
-            ring = _allocated(config.learn_memory_mb * 1_000_000 // 4, opened)
+            ring = _allocated(shares(config.learn_memory_mb).ring, opened)
             weights = _allocated(self._weights_bytes, opened)
             ours, theirs = map(opened.enter_context, line())
             shared = memory(weights)

@@ -30,7 +30,7 @@ from adaserve.learning.messages import (
     send,
 )
 from adaserve.learning.records import Newest, Record
-from adaserve.learning.shared import Ring, memory
+from adaserve.learning.shared import Ring, memory, shares
 from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
 from adaserve.learning.versions import Version, Versions, fingerprint_of
 from adaserve.lifetime import die_with_parent
@@ -64,8 +64,8 @@ class Process:
         self._server = socket.socket(fileno=settings.socket)
         self._ring, self._weights = Ring(settings.ring), memory(settings.weights)
         self._versions = None if settings.folder is None else Versions(Path(settings.folder))
-        replay_bytes = settings.memory_mb * 1_000_000 // 2
-        self._fresh = Newest(replay_bytes // 2)  # not trained on yet
+        room = shares(settings.memory_mb)
+        self._fresh = Newest(room.fresh)  # not trained on yet
         self._no_room = False  # whether records had to be left out since the last round
         self._offered = 0
         self._answers: dict[int, bool] = {}  # by number of the offer
@@ -84,7 +84,7 @@ class Process:
             home,
             Recipe(settings.loss, settings.rate),
             sharpening=load_sharpening(Path(settings.draft)),
-            replay_bytes=replay_bytes,
+            replay_bytes=room.replay,
         )
         send(self._server, Hello(draft.manifest()))
 

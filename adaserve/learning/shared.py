@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import dataclass
 
 import numpy as np
 
 _HEAD, _TAIL, _DATA = 0, 1, 64
 """Places of the two counters, and where messages begin."""
 _LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Bytes for requests, by where these are. Half as much as in the ``ring`` may be in records that are
+    still open, and as much as is ``fresh`` in a round of training, on its way into the ``replay`` memory. The
+    twelfth that is left is for copies in transit."""
+
+    ring: int
+    fresh: int
+    replay: int
+
+
+def shares(memory_mb: int) -> Shares:
+    """Of what ``--adaserve-learn-memory-mb`` allows."""
+    sixth = memory_mb * 1_000_000 // 6
+    return Shares(sixth, sixth, 2 * sixth)
 
 
 def memory(fd: int) -> mmap.mmap:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adaserve.engine.state import DecodeRows, RequestState
-from adaserve.engine.tap import MOST_OPEN, Tap
+from adaserve.engine.tap import LEAST_POSITIONS, MOST_OPEN, Tap
 from adaserve.engine.trees import verify
 from adaserve.learning import draft_reading
 from adaserve.learning.records import Record
@@ -176,6 +176,25 @@ def test_what_may_not_be_recorded_is_not(ring: tuple[Ring, Ring], forbid: Any) -
         service.tap.finished(state.rid)
     (record,) = read_all(ring[1])
     assert record.tokens[:2].tolist() == [8, 9]
+
+
+def test_open_records_take_half_as_much_memory_as_the_ring() -> None:
+    """Those that would need more end early. What they hold is counted, and is held by nothing else."""
+    fd = allocate(4096)
+    service = Service(Ring(fd), [[3, 4 + i] for i in range(6)])
+    service.start()
+    reader, records = Ring(fd), list[Record]()
+    for _ in range(14):
+        service.iterate()
+        records += read_all(reader)
+        held = [a for opened in service.tap._open.values() for a in opened.logprobs]
+        assert sum((a if a.base is None else a.base).nbytes for a in held) <= reader.capacity // 2
+        for req, state in zip(service.reqs, service.states, strict=True):
+            if state.rid not in service.tap._open:
+                service.tap.started(req, state)
+    assert len(records) > 2 and all(len(r) >= LEAST_POSITIONS for r in records)
+    assert service.tap.dropped == 0
+    os.close(fd)
 
 
 def test_only_a_share_is_recorded(ring: tuple[Ring, Ring]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from adaserve.learning.records import Record
-from adaserve.learning.shared import Ring, allocate
+from adaserve.learning.shared import Ring, allocate, shares
 from tests.learning.factories import record
 
 
@@ -71,3 +71,10 @@ def test_another_process_reads_what_was_written() -> None:
     assert out.split() == [str(len(sent)), str(sent.tokens.sum())]
     assert writer.used == 0, "what was read makes room"
     os.close(fd)
+
+
+def test_requests_take_what_is_allowed_and_no_more() -> None:
+    """With open records, half as much as the ring, and a round of requests that have left ``fresh``."""
+    for memory_mb in (16, 192, 1000):
+        room = shares(memory_mb)
+        assert room.ring + room.ring // 2 + 2 * room.fresh + room.replay < memory_mb * 1_000_000
