@@ -149,6 +149,7 @@ class LearnedCosts(Latency):
         self.first = FirstStep(_likely_first(start), start.draft.reading)
         self.step = CostTable(start.draft.alone, _known(start.draft))
         self._guess = CostTable(start.draft.alone)  # never taught: the first guess
+        self._select_wait = LatestLow(0.0)
         self._other = LatestLow(start.overhead_s)
         self._other_alone = LatestLow(start.overhead_s)  # around iterations of a lone request
 
@@ -181,6 +182,12 @@ class LearnedCosts(Latency):
 
     def other_s(self) -> float:
         return self._other.value
+
+    @property
+    def select_wait_s(self) -> float:
+        """How long a device waits for a selection, where it need not if all candidates were taken. At first
+        it seems to take no time."""
+        return self._select_wait.value
 
     def baseline_s(self, context: float) -> float:
         """Seconds per token of a lone request without speculation on a quiet host, with ``context`` cached
@@ -216,8 +223,12 @@ class LearnedCosts(Latency):
         self.verify.observe(tokens, context, outcome.verify_s)
         if outcome.trees.draft_steps:
             self._observe_draft(outcome)
+        waited_s = 0.0
+        if outcome.trees.n_nodes and outcome.plan.running.may_go_unread and not outcome.plan.takes_all:
+            waited_s = outcome.select_s
+            self._select_wait.add(waited_s)
         if outcome.since_last_s and not outcome.prefilled:
-            around_s = outcome.since_last_s - outcome.draft_s - outcome.verify_s
+            around_s = outcome.since_last_s - outcome.draft_s - waited_s - outcome.verify_s
             self._other.add(around_s)
             if len(outcome.plan.running) == 1:
                 self._other_alone.add(around_s)

@@ -159,9 +159,9 @@ class RunningBatch:
     underway: Draft | None = None
     """The draft of this iteration, where it was queued before it was known what the one before accepts. Plans
     take it as it is."""
-    reading_s: float = 0.0
-    """Seconds in which a device has nothing to do, since the host reads the candidates and selects among
-    them. Where a plan takes them all that is saved; 0 = nothing is."""
+    may_go_unread: bool = False
+    """Whether candidates can be verified before anybody has read them. Where a plan takes all of them, the
+    device need not wait until the host has selected."""
     likely_tokens: IntArray | None = None
     """What is likely still to be generated, [n], by what clients expect or what answers of the class brought;
     None = ``remaining_tokens``. It may be wrong, so it never limits a tree."""
@@ -192,8 +192,9 @@ class IterationPlan:
     then: Draft | None = None
     """What is to be drafted in the next iteration if that can't wait for a plan, judged by this one."""
     takes_all: bool = False
-    """Whatever is drafted is verified, all of it. So a driver may queue the verification behind the draft
-    before the candidates are known, and ask for the selection later."""
+    """Whatever is drafted is verified, all of it within ``cap``. So a driver may queue the verification
+    behind the draft before the candidates are known. It asks for the selection later, from which a policy may
+    learn."""
 
     @property
     def need(self) -> FloatArray:
@@ -248,13 +249,14 @@ class Selection:
         return Selection(np.zeros(candidates, np.bool_), zeros, zeros, np.ones(n))
 
     @staticmethod
-    def everything(trees: CandidateTrees) -> Selection:
-        """All candidates, by their own probabilities."""
-        f = np.fmax(np.exp(trees.logprob), 0.0)
-        counts = np.diff(trees.row_start)
-        expected = np.ones(trees.n_rows)
-        expected += np.bincount(trees.row, np.minimum(f, 1.0), trees.n_rows)
-        return Selection(np.ones(trees.n_nodes, np.bool_), counts, np.zeros_like(counts), expected)
+    def everything(trees: CandidateTrees, cap: IntArray | None) -> Selection:
+        """All candidates that are not deeper than their row's ``cap`` [n], by their own probabilities."""
+        row, n = trees.row, trees.n_rows
+        keep = np.ones(trees.n_nodes, np.bool_) if cap is None else trees.depth <= cap[row]
+        f = np.minimum(np.fmax(np.exp(trees.logprob), 0.0), 1.0) * keep
+        counts, expected = np.bincount(row[keep], minlength=n), np.ones(n)
+        expected += np.bincount(row, f, n)
+        return Selection(keep, counts, np.zeros_like(counts), expected)
 
     @property
     def verify_tokens(self) -> int:
@@ -307,7 +309,7 @@ class Policy(Protocol):
         ...
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """Decides which candidates are verified: all of them where the plan says so."""
+        """Decides which candidates are verified: all within their ``cap`` where the plan says so."""
         ...
 
     def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:

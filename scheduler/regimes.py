@@ -82,7 +82,7 @@ class Regimes:
         others = [other for bits, other in self._known if bits == size]
         if others:
             near = self._known[size, min(others, key=lambda other: abs(other - stretch))]
-            return Regime(near.surplus.copy())
+            return Regime(near.surplus.copy(), bought=MovingAverage(0.1, start=near.bought.value))
         levels = 0.7 ** np.arange(1, self._levels + 1)[:, None]
         prior: FloatArray = levels * 0.3 ** np.arange(self._beams)[None, :]
         return Regime(prior)

@@ -73,7 +73,7 @@ class Mismatch:
     """Where a replay differed."""
 
     iteration: int
-    field: str  # draft.depth | draft.width | draft.branching | budget | keep
+    field: str  # draft.depth | draft.width | draft.branching | budget | takes_all | keep
     recorded: str
     replayed: str
 
@@ -293,6 +293,6 @@ def replay(path: Path, policy: Policy) -> list[Mismatch]:
 def _compare_plans(recorded: IterationPlan, replayed: IterationPlan) -> list[Mismatch]:
     return [
         Mismatch(recorded.iteration, name, str(a), str(b))
-        for name in ("draft.depth", "draft.width", "draft.branching", "budget")
+        for name in ("draft.depth", "draft.width", "draft.branching", "budget", "takes_all")
         if (a := attrgetter(name)(recorded)) != (b := attrgetter(name)(replayed))
     ]

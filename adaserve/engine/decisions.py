@@ -40,15 +40,22 @@ class Decisions:
             self.recorder.planned(plan)
         return plan
 
-    def select(self, policy: Policy, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """``policy``: that of the plan; another one may decide by now."""
-        selection = self.agreement.selection(lambda: policy.select(plan, trees))
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        selection = self.agreement.selection(lambda: self.policy.select(plan, trees))
         if self.recorder is not None:
             self.recorder.selected(plan)
         return selection
 
+    def take_all(self, policy: Policy, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """All candidates, of which ``policy`` learns: that of the plan; another one may decide by now."""
+        if self.agreement.decides:
+            policy.select(plan, trees)
+        if self.recorder is not None:
+            self.recorder.selected(plan)
+        return Selection.everything(trees, plan.cap)
+
     def observe(self, policy: Policy, outcome: IterationOutcome) -> None:
-        """``policy``: that of the outcome's plan."""
+        """``policy``: that of the outcome's plan; another one may decide by now."""
         policy.observe(outcome)
         if self.recorder is not None:
             self.recorder.observed(outcome)

@@ -31,13 +31,23 @@ from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import UnreadNodes
 from adaserve.engine.trees.proposal import Proposal, Unread, merge
-from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan, Policy, Selection
+from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan, Selection
 from adaserve.slo.lengths import OutputLengths
 
 Publish = Callable[[torch.Tensor], None]
 """SGLang's relay of new sequence lengths to its overlapped scheduler."""
 
 NO_DRAFT = Draft(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What an iteration verifies."""
+
+    proposal: Proposal
+    selection: Selection
+    allowed: Allowed | None = None  # by grammars
+    unread: Unread | None = None  # all candidates, which nobody has read: ``proposal`` is their outline
 
 
 @dataclass(eq=False)
@@ -93,18 +103,13 @@ class DecodeLoop:
         rows, offers = self._offered(self._rows(batch, pool_rows, asked, early))
         if drawn is not None:
             rows = replace(rows, running=replace(rows.running, underway=NO_DRAFT))
-        rows = self._with_reading(rows, offers, settings)
-        plan = self.decisions.plan(rows.running, start_s)
+        plan = self._plan(rows, offers, settings, start_s)
         drafts = self._draft(plan, rows) if early is None else [early.drafting]
         drafted = self.device.mark()
         draft_runs = self._take_runs() if early is None else early.runs
-        self._observe()  # the last iteration, if that is known, while the device drafts
-        unread = drafts[0].unread() if plan.takes_all and len(drafts) == 1 and drafts[0].unread else None
-        if drafts and unread is None:
-            dry_run(self.device, policy, plan, self._last)
-        proposal, allowed, selection = self._select(policy, plan, rows, drafts, offers, unread)
-        verified = verify.build(rows, proposal, selection)
-        tensors, draws, logits = self._verify(batch, rows, settings, verified, allowed, drawn, unread)
+        choice = self._choose(plan, rows, drafts, offers)
+        verified = verify.build(rows, choice.proposal, choice.selection)
+        tensors, draws, logits = self._verify(batch, rows, settings, verified, choice, drawn)
         acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
         if logits is not None:
             self.tap.verified(rows, verified, acceptance, logits)
@@ -121,13 +126,14 @@ class DecodeLoop:
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
         )
         self.caches.compact(verified, tensors, acceptance)  # which the host does not have to wait for
+        self._observe()  # unless that was done while drafts were awaited
         if drawn is not None:
             self.settle()
             verified.tokens[:] = rows.roots
         runs = [before + now for before, now in zip(draft_runs, runs, strict=True)]
         self._arriving = self._unobserved = self._last = Iteration(
-            rows, policy, plan, drafts, offers, proposal, selection, verified, start_s, behind, marks, runs,
-            outcome, unread is not None,
+            rows, policy, plan, drafts, offers, choice.proposal, choice.selection, verified, start_s, behind,
+            marks, runs, outcome, choice.unread is not None,
         )  # fmt: skip
         if self.overlaps:
             self._draft_early(self._arriving, tensors, acceptance)
@@ -155,15 +161,19 @@ class DecodeLoop:
         trees = merge(offers, len(rows)).trees
         return replace(rows, running=replace(rows.running, offered=trees)), offers
 
-    def _with_reading(
+    def _plan(
+        self, rows: DecodeRows, offers: Sequence[Proposal], settings: sampling.Settings, now_s: float
+    ) -> IterationPlan:
+        may_go_unread = self._may_go_unread(rows, offers, settings)
+        return self.decisions.plan(replace(rows.running, may_go_unread=may_go_unread), now_s)
+
+    def _may_go_unread(
         self, rows: DecodeRows, offers: Sequence[Proposal], settings: sampling.Settings
-    ) -> DecodeRows:
-        """Tells the policy what the host would take to read candidates, where a device can do without: if
-        nothing joins them, and no draw depends on more than the device knows."""
+    ) -> bool:
+        """Whether the device knows enough to verify what it drafts: nothing joins that, and no draw depends
+        on the text."""
         joined = offers or rows.grammars is not None or len(self.device.drafters) > 1
-        if not self.device.target.follows or joined or self.tap.is_open or settings.penalized.any():
-            return rows
-        return replace(rows, running=replace(rows.running, reading_s=self.times.reading_s))
+        return not (joined or self.tap.is_open or settings.penalized.any()) and self.device.target.follows
 
     def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
         """What the sources have queued."""
@@ -173,23 +183,25 @@ class DecodeLoop:
         proposed = [source.propose(plan, rows, keep) for source in self.sources]
         return [drafting for drafting in proposed if drafting is not None]
 
-    def _select(
+    def _choose(
         self,
-        policy: Policy,
         plan: IterationPlan,
         rows: DecodeRows,
         drafts: Sequence[Drafting],
         offers: Sequence[Proposal],
-        unread: Unread | None,
-    ) -> tuple[Proposal, Allowed | None, Selection]:
-        """What is proposed, what grammars allow of it, and what is verified. Waits for the drafts, unless
-        they are ``unread``, and all of it is verified."""
-        if unread is not None:
-            return unread.outline, None, Selection.everything(unread.outline.trees)
-        proposal, allowed = merge([*(d.read() for d in drafts), *offers], len(rows)), None
+    ) -> Choice:
+        """What is verified. Waits for the drafts, unless all of them is, or nothing can be."""
+        if plan.takes_all and len(drafts) == 1 and drafts[0].unread is not None:
+            unread = drafts[0].unread()
+            return Choice(unread.outline, Selection.everything(unread.outline.trees, plan.cap), unread=unread)
+        self._observe()  # the last iteration, if that is known, while the device drafts
+        awaited = drafts if plan.cap is None or plan.cap.any() else []
+        if awaited:
+            dry_run(self.device, self.decisions.policy, plan, self._last)
+        proposal, allowed = merge([*(d.read() for d in awaited), *offers], len(rows)), None
         if rows.grammars is not None:
             proposal, allowed = rows.grammars.constrain(proposal)
-        return proposal, allowed, self.decisions.select(policy, plan, proposal.trees)
+        return Choice(proposal, self.decisions.select(plan, proposal.trees), allowed)
 
     def _draft_early(
         self, iteration: Iteration, tensors: verify.Tensors, acceptance: verify.Acceptance
@@ -235,7 +247,7 @@ class DecodeLoop:
         """Whether an iteration is queued before the host hears of the last one. Both verify roots alone, so
         that one token comes of each request; and which one that is does not matter for anything but the
         forward, which has it on the device."""
-        if last.verified.deepest or self._early is not None:
+        if last.verified.deepest or last.unread or self._early is not None:
             return False
         if last.policy is not self.decisions.policy or last.plan.then is None or last.plan.then.depth:
             return False
@@ -250,12 +262,12 @@ class DecodeLoop:
         rows: DecodeRows,
         settings: sampling.Settings,
         verified: verify.VerifyBatch,
-        allowed: Allowed | None,
+        choice: Choice,
         drawn: torch.Tensor | None,
-        unread: Unread | None,
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
         """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
         target, info = self.device.target, batch.sampling_info
+        allowed, unread = choice.allowed, choice.unread
         if unread is not None:
             more = {"of": unread.of, "columns": unread.columns}
             tensors = self.device.put({**verified.arrays(), **more})
@@ -325,9 +337,9 @@ class DecodeLoop:
 
     def _read(self, iteration: Iteration) -> Iteration:
         """The iteration with its candidates. The policy is told of them as if it had to select."""
-        rows, plan, drafts = iteration.rows, iteration.plan, iteration.drafts
-        proposal, _, selection = self._select(iteration.policy, plan, rows, drafts, iteration.offers, None)
-        verified = verify.build(rows, proposal, selection)
+        proposal = iteration.drafts[0].read()
+        selection = self.decisions.take_all(iteration.policy, iteration.plan, proposal.trees)
+        verified = verify.build(iteration.rows, proposal, selection)
         return replace(iteration, proposal=proposal, selection=selection, verified=verified, unread=False)
 
     def _observe(self) -> None:

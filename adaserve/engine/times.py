@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from adaserve.engine.device import Run
-from adaserve.scheduler.costs import LatestLow
 from adaserve.scheduler.interface import IterationOutcome
 
 STALL_S = 0.01
@@ -23,12 +22,6 @@ class Times:
         self._sums = dict.fromkeys(names.split(), 0.0)
         self.has_prefilled = True
         """Whether there was a prefill since then."""
-        self._reading: LatestLow | None = None
-
-    @property
-    def reading_s(self) -> float:
-        """How long a device waits, as a rule, while the host reads candidates and selects among them."""
-        return 0.0 if self._reading is None else self._reading.value
 
     def prefilled(self, seconds: float) -> None:
         self._sums["prefill_s"] += seconds
@@ -40,10 +33,7 @@ class Times:
         sums = self._sums
         sums["decode_s"] += outcome.total_s
         sums["iterations"] += 1
-        sums["unread"] += outcome.plan.takes_all
-        if outcome.trees.n_nodes and not outcome.plan.takes_all:
-            self._reading = self._reading or LatestLow(outcome.select_s)
-            self._reading.add(outcome.select_s)
+        sums["unread"] += outcome.plan.takes_all and outcome.trees.n_nodes > 0
         of_model = [sum(start.seconds_until(end) for start, end in forwards) for forwards in runs]
         sums["target_s"] += of_model[0]
         sums["draft_s"] += sum(of_model[1:])

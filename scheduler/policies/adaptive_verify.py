@@ -77,12 +77,23 @@ class AdaptiveVerifyPolicy(BasePolicy):
         """The same chain for all."""
         return Shape(Draft(self._k))
 
-    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
+    def wants_all(self, running: RunningBatch, tokens: int) -> bool:
         """Where what they take longer is less than reading them would."""
-        return self._is_quicker(plan, tokens, self._bought.value)
+        return self._is_quicker(running, tokens, self._bought.value)
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The prefix of all chains' tokens that promises the most tokens per second."""
+        chosen = self._best(plan, trees)
+        if trees.n_nodes:
+            self._bought.add(chosen.keep.mean())
+        return chosen
+
+    def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:
+        """A selection of which nothing is learned."""
+        if like is not None:
+            self._best(plan, like)
+
+    def _best(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         if not trees.n_nodes:
             return Selection.nothing(trees.n_rows)
         n = trees.n_rows
@@ -90,9 +101,7 @@ class AdaptiveVerifyPolicy(BasePolicy):
         p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
         f = within_cap(trees, path_product(p, trees.above), plan.cap)
         seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
-        chosen = price_nodes(trees, f, np.ones(n), seconds).selection
-        self._bought.add(chosen.keep.mean())
-        return chosen
+        return price_nodes(trees, f, np.ones(n), seconds).selection
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Recalibrates the acceptance model as well."""

@@ -36,6 +36,9 @@ NO_BUDGET = 1 << 30
 KNEE_EVERY = 64
 """Iterations after which the knee is looked for again."""
 
+READ_EVERY = 64
+"""Iterations of which one reads its candidates in any case, where the costs decide."""
+
 KNEES = 256
 """Latest of these knees whose median is B. One alone follows the time of a single token, which is seldom seen
 under load and differs by a third between the phases of a shared host."""
@@ -100,6 +103,7 @@ class BasePolicy:
         drafted = _most_nodes(draft) * self.config.drafts
         budget = max(n, min(limit, n * (1 + drafted) + offered))
         reaches = _limit(cap, draft.depth, shape.deepest)
+        takes_all = not offered and self._takes_all(running, draft, limit, reaches)
         plan = IterationPlan(
             iteration=self._iterations,
             now_s=now_s,
@@ -108,29 +112,41 @@ class BasePolicy:
             budget=budget,
             n_max=shape.n_max,
             weight=shape.weight,
-            t_spec_s=self._t_spec(running, draft, budget),
+            t_spec_s=self._t_spec(running, draft, budget) + self._wait_s(running, draft.depth, takes_all),
             cap=reaches,
             then=then,
+            takes_all=takes_all,
         )
         self._iterations += 1
-        if not (running.reading_s and draft.depth) or offered or reaches is not None:
-            return plan
-        tokens = n + plan.drafting_rows * drafted
-        return replace(plan, takes_all=tokens <= limit and self.wants_all(plan, tokens))
+        return plan
 
-    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
-        """Whether all candidates should be verified, whatever they are: ``tokens`` with the roots, which is
+    def _takes_all(self, running: RunningBatch, draft: Draft, limit: int, cap: IntArray | None) -> bool:
+        """Whether all candidates are to be verified."""
+        if not (running.may_go_unread and draft.depth) or (cap is not None and not cap.any()):
+            return False
+        n = len(running)
+        drafted = n if draft.rows is None else int(np.count_nonzero(draft.rows))
+        tokens = n + drafted * _most_nodes(draft) * self.config.drafts
+        return tokens <= limit and self.wants_all(running, tokens)
+
+    def wants_all(self, running: RunningBatch, tokens: int) -> bool:
+        """Whether all candidates should be verified, whatever they are: up to ``tokens`` with the roots, and
         within the budget."""
         return False
 
-    def _is_quicker(self, plan: IterationPlan, tokens: int, share: float) -> bool:
+    def _is_quicker(self, running: RunningBatch, tokens: int, share: float) -> bool:
         """Whether ``tokens`` that nobody has read are verified sooner than what is usually bought of them:
-        ``share`` of the candidates."""
-        running = plan.running
+        ``share`` of the candidates. Now and then they are read, or what that takes could not be learned."""
+        if self._iterations % READ_EVERY == READ_EVERY - 1:
+            return False
         n, context = len(running), self.context(running)
         fewer = n + round(share * (tokens - n))
         more_s = self.costs.verify_s(tokens, context) - self.costs.verify_s(fewer, context)
-        return more_s < running.reading_s
+        return more_s < self.costs.select_wait_s
+
+    def _wait_s(self, running: RunningBatch, steps: int, takes_all: bool) -> float:
+        """What a device waits for the selection of what ``steps`` draft."""
+        return self.costs.select_wait_s if running.may_go_unread and steps and not takes_all else 0.0
 
     def context(self, running: RunningBatch) -> Context:
         """What the batch has cached, as the latency model is asked."""
@@ -176,13 +192,13 @@ class BasePolicy:
         tokens = len(running) + running.prefill_tokens
         seconds = self.costs.verify_curve(tokens, most + 1, self.context(running))
         seconds += self.costs.draft_s(plan.drafting_rows, steps, plan.draft.width, plan.draft_context)
-        seconds += self.costs.other_s()
+        seconds += self.costs.other_s() + self._wait_s(running, steps, plan.takes_all)
         return seconds
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """What ``choose`` says, unless all are taken; then it may still learn of them."""
         chosen = self.choose(plan, trees)
-        return Selection.everything(trees) if plan.takes_all else chosen
+        return Selection.everything(trees, plan.cap) if plan.takes_all else chosen
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import Draft, IntArray, IterationPlan, RunningBatch
+from adaserve.scheduler.interface import Draft, IntArray, RunningBatch
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 
 
@@ -20,6 +20,6 @@ class FixedPolicy(BasePolicy):
         width = 1 if chain else max(self._branching)
         return Shape(Draft(len(self._branching), width, None if chain else self._branching))
 
-    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
+    def wants_all(self, running: RunningBatch, tokens: int) -> bool:
         """As it does anyway."""
         return True

@@ -53,7 +53,7 @@ class AdaServePolicy(BasePolicy):
         # The authors' public code: int(1.2 B / n) added nodes; at least 1 or the phase does nothing.
         return max(1, int(self.config.n_max_factor * B / n))
 
-    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
+    def wants_all(self, running: RunningBatch, tokens: int) -> bool:
         """As it does where the budget is enough for them."""
         return True
 

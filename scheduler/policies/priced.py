@@ -283,9 +283,9 @@ class PricedPolicy(BasePolicy):
             return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1, possible))
         return priced.selection
 
-    def wants_all(self, plan: IterationPlan, tokens: int) -> bool:
+    def wants_all(self, running: RunningBatch, tokens: int) -> bool:
         """Where what they take longer is less than reading them would."""
-        return self._is_quicker(plan, tokens, self._regime(plan.running).bought.value)
+        return self._is_quicker(running, tokens, self._regime(running).bought.value)
 
     def _buy(self, plan: IterationPlan, trees: CandidateTrees) -> tuple[FloatArray, FloatArray, Priced]:
         """Seconds by verified nodes, what nodes are worth by themselves [m], and what is bought."""

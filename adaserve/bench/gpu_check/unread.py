@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,9 @@ def check_unread(requests: int, depth: int, width: int, device: torch.device) ->
     root, row = sizes.cumsum() - sizes, np.arange(requests).repeat(sizes)
     total, padded = len(row), searched + 2
     found = torch.randint(0, 90, (3, padded, shape.nodes), generator=generator)
+    path = torch.where(torch.rand(padded, shape.nodes, generator=generator) < 0.2, -math.inf, -1.0)
+    path[0, ::2] = math.nan
+    found[2] = path.double().view(torch.int64)
     found[1] = -1
     for before, now, end in zip(shape.start, shape.start[1:], shape.start[2:], strict=False):
         found[1, :, now:end] = torch.randint(before, now, (padded, end - now), generator=generator)

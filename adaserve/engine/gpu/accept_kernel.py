@@ -1,7 +1,8 @@
 """``verify.accept`` and ``verify.moves`` as one Triton kernel each, in place of sixteen and seven of torch's.
 
 One program has a request, for moves one for each pool. It goes through the request's tokens in blocks. An
-accepted path has one token of each depth, so what is found of one is a sum over all tokens.
+accepted path has one token of each depth, since siblings differ, so what is found of one is a sum over all
+tokens.
 """
 
 from __future__ import annotations

@@ -33,11 +33,13 @@ from adaserve.engine.gpu.kernel_choice import kernel_maker
 from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
 from adaserve.engine.gpu.model import Parts, SGLangCall
 from adaserve.engine.gpu.sizes import FIRST, READ_AT_ONCE, Key, SearchKey, Sizes, Tiers
+from adaserve.engine.gpu.unread import write_nodes
 from adaserve.engine.hidden_states import HiddenStates
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.portions import portions
 from adaserve.engine.transfer import QueuedCopy, put
 from adaserve.engine.trees import verify
+from adaserve.engine.trees.batch import UnreadNodes
 
 if TYPE_CHECKING:
     from adaserve.engine.gpu.move_kernel import PathMover  # needs Triton
@@ -154,6 +156,7 @@ class GpuDevice:
         pools = [runner.token_to_kv_pool for runner in (target, *drafts)]
         parts.warm_moves([*pools, parts.target_states] if readers else pools)
         parts.warm_accept(table, config.deepest)
+        parts.warm_unread()
         parts.warm_draws(int(target.model_config.vocab_size))
         parts.warm_slots(table, most_rows)
         if capture:
@@ -248,6 +251,20 @@ class GpuDevice:
                 t = {"tree": none.expand(4 + depth, 1).contiguous(), "root": none, "places": none[None]}
                 accepted = self.accept(t, none, 1, depth, deepest + 1)
                 self.moves(t, accepted, table, 1, depth)
+
+    def warm_unread(self) -> None:
+        """Compiles the kernel that writes candidates which the host has not read."""
+        if self.device.type == "cuda":
+            none = torch.zeros(5, 2, dtype=torch.int64, device=self.device)
+            names = {
+                "tree": none,
+                "row": none[0],
+                "root": none[1, :1],
+                "of": none[1, :1],
+                "columns": none[2, :1],
+            }
+            found, seen = none.new_zeros(3, 1, 1), none.new_zeros(2, 8, dtype=torch.bool)
+            write_nodes(UnreadNodes(found, names), none[3], seen, 0)
 
     def warm_draws(self, vocabulary: int) -> None:
         """Compiles the kernels of noise and filters for fp32 logits, which only requests that sample need."""

@@ -7,16 +7,23 @@ verification's graph runs.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from adaserve.engine.trees.batch import UnreadNodes
+from adaserve.engine.trees.verify import NOTHING
 
 
 def write_nodes(unread: UnreadNodes, tokens: Tensor, seen: Tensor, last_token: int) -> None:
     """Writes the candidates' tokens and their ways up into ``VerifyBatch.tree``; and what the forward reads:
     ``tokens`` int64 [room], up to ``last_token``, and ``seen`` bool [room, columns], where every candidate
-    sees its root and itself before."""
+    sees its root and itself before.
+
+    A request's nodes are the first ones of its row. Where logits are not numbers, siblings have the same
+    token and no probability. No selection keeps those, and no draw may be equal to one: they are
+    ``NOTHING``."""
     if tokens.is_cuda:
         from adaserve.engine.gpu.unread_kernel import write_fused
 
@@ -29,9 +36,10 @@ def write_nodes(unread: UnreadNodes, tokens: Tensor, seen: Tensor, last_token: i
     search_row = t["of"][row]
     is_node = node >= 0
     of_node = node.clamp(min=0)
-    said = torch.where(is_node, found[0, search_row, of_node], tree[0])
-    tree[0] = said
-    tokens[: len(row)] = said.clamp(max=last_token)
+    is_possible = found.view(torch.float64)[2, search_row, of_node] > -math.inf  # not so if it is no number
+    said = torch.where(is_possible, found[0, search_row, of_node], NOTHING)
+    tree[0] = torch.where(is_node, said, tree[0])
+    tokens[: len(row)] = tree[0].clamp(0, last_token)
     above = torch.where(is_node, found[1, search_row, of_node], -1)
     window = seen[: len(row), seen.shape[1] - width :]
     for level in range(4, len(tree)):

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaserve.engine import transfer
 from adaserve.engine.clock import HostMark
+from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.gpu import attention, beam_search, device, forward, model, noise
 from adaserve.engine.gpu.attention import SdpaKernel
 from adaserve.engine.gpu.device import GpuDevice
@@ -24,7 +25,6 @@ from adaserve.engine.gpu.graphs import EagerGraph
 from adaserve.engine.gpu.sizes import SearchKey
 from adaserve.engine.levels import Levels
 from adaserve.engine.sources.draft_cache import DraftCache
-from adaserve.engine.times import Times
 from adaserve.engine.transfer import QueuedCopy, StaticArrays
 from adaserve.engine.trees import verify
 from tests.engine.gpu.factories import Requests, TinyModel, device_forward
@@ -144,7 +144,8 @@ MOST_LAUNCHES = {"none": 15, "adaserve": 15, "chain-3": 11, "priced": 15}
 def test_an_iteration(policy: str, is_early: bool, unread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """``unread``: the candidates that are read are those of the last iteration, which are there by then."""
     run, read, uploads, watch = Run(policy, overlap=True), [], [], Watch()
-    monkeypatch.setattr(Times, "reading_s", float(unread))
+    if not unread:
+        monkeypatch.setattr(DecodeLoop, "_may_go_unread", lambda *args: False)
     run.loop.device.drafts[0].follows = is_early  # type: ignore[misc]
     for _ in range(3):  # SGLang may exchange the slots of prompts at first
         run.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.iteration import Iteration
 from adaserve.engine.sampling import Settings
 from adaserve.engine.sources.beam import Queued, proposal
-from adaserve.engine.times import Times
 from adaserve.engine.transfer import QueuedCopy
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import Selection
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.replay import Recorder, read_recording, replay
-from tests.engine.gpu.test_decode import DEPTH, LENGTHS, WIDTH, Run, check_draft_cache, policy_config
+from tests.engine.gpu.test_decode import DEPTH, LENGTHS, TOKENS, WIDTH, Run, check_draft_cache, policy_config
 from tests.engine.gpu.test_moves import python
 
 ALL = len(LENGTHS) * (1 + DEPTH * WIDTH)
@@ -45,7 +45,7 @@ class Unread:
             return self.pairs[-1][1]
 
         patch.setattr(DecodeLoop, "_read", read)
-        patch.setattr(Times, "reading_s", 1.0)
+        patch.setattr(LearnedCosts, "select_wait_s", 1.0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -59,11 +59,15 @@ def test_the_same_text(policy: str, overlap: bool, monkeypatch: pytest.MonkeyPat
     run.check()
     check_draft_cache(run)
     drafted = sum(outcome.trees.n_nodes > 0 for outcome in run.outcomes)
-    least = 1 if policy == "priced" else drafted // 2  # the end of a text limits some
-    assert len(unread.pairs) >= least > 0
-    assert len(unread.pairs) == sum(outcome.plan.takes_all for outcome in run.outcomes)
+    assert len(unread.pairs) == drafted > 4, "something was awaited"
+    assert drafted == sum(outcome.plan.takes_all for outcome in run.outcomes)
+    limited = 0
     for outcome in run.outcomes:
-        assert outcome.selection.keep.all() or not outcome.plan.takes_all
+        trees, cap = outcome.trees, outcome.plan.cap
+        within = np.ones(trees.n_nodes, np.bool_) if cap is None else trees.depth <= cap[trees.row]
+        assert np.array_equal(outcome.selection.keep, within)
+        limited += 0 < within.sum() < trees.n_nodes
+    assert limited, "no text came to its end"
 
 
 def test_it_is_laid_out_as_it_would_have_been(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,14 +190,13 @@ def test_not_where_more_has_to_be_known(
     run.step()
     last, batch = run.loop._arriving, run.batch()
     assert last is not None
-    assert reading_s(run, batch, last) == 1.0
-    assert reading_s(run, batch, last, **what(run, batch)) == 0.0
+    assert may_go_unread(run, batch, last)
+    assert not may_go_unread(run, batch, last, **what(run, batch))
 
 
-def reading_s(run: Run, batch: Any, last: Iteration, offers: Any = (), grammars: Any = None) -> float:
-    rows = replace(last.rows, grammars=grammars, running=replace(last.rows.running, reading_s=0.0))
-    settings = Settings.of(batch.reqs, rows.states)
-    return run.loop._with_reading(rows, offers, settings).running.reading_s
+def may_go_unread(run: Run, batch: Any, last: Iteration, offers: Any = (), grammars: Any = None) -> bool:
+    rows = replace(last.rows, grammars=grammars)
+    return run.loop._may_go_unread(rows, offers, Settings.of(batch.reqs, rows.states))
 
 
 def test_a_host_reads_its_own_drafts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,17 +205,41 @@ def test_a_host_reads_its_own_drafts_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert not unread.pairs and not any(outcome.plan.takes_all for outcome in unread.run.outcomes)
 
 
-def test_it_is_learned_what_reading_takes() -> None:
-    """Where candidates are read; so that is not known at first."""
-    run = Run("chain-3", overlap=True)
-    run.step()
-    assert run.loop.times.reading_s == 0.0
+def test_the_end_of_a_text_awaits_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone request's last token may be there before its client's. Nothing is selected from the draft that
+    was made behind it, which nobody has to wait for."""
+    run, read, made = Run("adaserve", overlap=True), QueuedCopy.read, []
     for _ in range(4):
         run.step()
-    known = [outcome.select_s for outcome in run.outcomes if not outcome.plan.takes_all]
-    assert min(known) <= run.loop.times.reading_s <= max(known)
-    assert run.outcomes[-1].plan.takes_all
-    run.finish().check()
+    for req, got in zip(run.reqs, run.got, strict=True):
+        req.sampling_params.max_new_tokens = len(got)
+
+    def reads(self: QueuedCopy) -> Any:
+        if self._values is None:
+            made.append(" ".join(name for name, *_ in self._pieces))
+        return read(self)
+
+    assert run.loop._early is not None
+    monkeypatch.setattr(QueuedCopy, "read", reads)
+    run.loop.decode(run.batch(), None)
+    last = run.loop._arriving
+    assert last is not None and last.plan.draft.depth and not last.unread and not last.verified.deepest
+    assert "found" not in made
+    run.loop.settle()
+    for got, expected in zip(run.got, run.expected, strict=True):
+        assert got == expected[: len(got)]
+
+
+def test_one_that_ends_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its candidates are not verified, theirs are."""
+    unread = Unread("chain-3", monkeypatch)
+    unread.run.reqs[1].sampling_params.max_new_tokens = 9
+    unread.run.finish()
+    caps = [pair[0].plan.cap for pair in unread.pairs]
+    counts = [pair[0].selection.counts.tolist() for pair in unread.pairs]
+    assert [3, 0, 3, 3] in counts and any(cap is not None and not cap[1] for cap in caps)
+    for r in (0, 2, 3):
+        assert unread.run.got[r][:TOKENS] == unread.run.expected[r]
 
 
 @pytest.mark.parametrize("policy", ["adaserve", "priced"])
@@ -263,11 +290,14 @@ def test_everything() -> None:
     """Expected tokens are those of the candidates' own probabilities; what is not a number is worth 0."""
     shape, nan = tree_shape(2, 1, None), float("nan")
     beams = Beams(np.zeros((2, 2), np.int64), np.array([[-1, 0]] * 2), np.log([[0.5, 0.25], [nan, nan]]), 2)
-    taken = Selection.everything(proposal(shape, np.array([0, 2]), beams, 3).trees)
+    trees = proposal(shape, np.array([0, 2]), beams, 3).trees
+    taken = Selection.everything(trees, None)
     assert taken.keep.all() and taken.counts.tolist() == [2, 0, 2] and not taken.slo_counts.any()
     assert taken.expected_tokens.tolist() == [1.75, 1.0, 1.0]
     assert taken.verify_tokens == 7
-    assert [f.name for f in fields(taken)] == ["keep", "counts", "slo_counts", "expected_tokens"]
+    some = Selection.everything(trees, np.array([1, 5, 0]))
+    assert some.keep.tolist() == [True, False, False, False] and some.counts.tolist() == [1, 0, 0]
+    assert some.expected_tokens.tolist() == [1.5, 1.0, 1.0]
 
 
 KERNELS = """
@@ -291,8 +321,8 @@ hopper, numbers, bools = GPUTarget("cuda", 90, 32), torch.zeros(9).long(), torch
 bind = create_function_from_signature(inspect.signature(_write.fn), _write.params, make_backend(hopper))
 kinds = []
 for start, size in ((0, 1), (1, 2), (2, 16)):
-    there = [numbers[start:]] * 7
-    kinds.append(bind(*there, bools[start:], 64 * size, size, size, size, 16 * size, 128_255)[1])
+    there = [numbers[start:], numbers.double()[start:], *[numbers[start:]] * 6]
+    kinds.append(bind(*there, bools[start:], 64 * size, size, size, size, 16 * size, 128_255, -1)[1])
 of = dict(zip(_write.arg_names, kinds[0]))
 fixed = {name: value for name, (kind, value) in of.items() if kind == "constexpr"}
 source = ASTSource(_write, {name: kind for name, (kind, _) in of.items()}, fixed)
