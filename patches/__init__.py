@@ -101,6 +101,7 @@ MODULES = {
         "dead_ends",
         "logit_processors",
         "prefill_logprobs",
+        "result_copies",
         "request_ends",
         "replayed_answers",
         "internal_state",

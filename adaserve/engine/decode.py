@@ -31,6 +31,7 @@ from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import UnreadNodes
 from adaserve.engine.trees.proposal import Proposal, Unread, merge
+from adaserve.patches import result_copies
 from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan, Selection
 from adaserve.slo.lengths import OutputLengths
 
@@ -122,6 +123,7 @@ class DecodeLoop:
         runs = self._take_runs()
         verifying = runs[0][0][0]  # where the target's forward begins; a mark of its own would cost time
         marks = Marks(*spans, verifying, self.device.mark(), caught_up, first_level)
+        result_copies.allow_behind(result, marks.accepted)
         outcome = self.device.get(
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
         )

@@ -131,6 +131,7 @@ TARGETS = {
     ],
     "sglang.srt.utils.common.add_prometheus_middleware": ["app"],
     "sglang.srt.constrained.grammar_manager.GrammarManager.get_ready_grammar_requests": ["self"],
+    "sglang.srt.managers.scheduler.Scheduler._copy_result_to_cpu": ["self", "batch_result", "batch"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_open_session_req_output": ["self", "recv_obj"],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     "sglang.srt.session.session_controller.SessionReqNode.clear": ["self", "req_dict"],
@@ -588,3 +589,14 @@ def test_the_device_that_is_found_is_a_name() -> None:
     from sglang.srt.utils import get_device
 
     assert get_device() == "cpu"
+
+
+def test_results_are_copied_behind_what_a_stream_has_recorded() -> None:
+    """patches/result_copies.py has another event stand there, and for nothing else."""
+    import torch
+    from sglang.srt.managers.scheduler import Scheduler
+
+    source = inspect.getsource(inspect.unwrap(Scheduler._copy_result_to_cpu))
+    assert source.count("self.copy_stream.wait_stream(self.forward_stream)") == 1
+    assert source.count("self.forward_stream") == 1
+    assert "self.wait_event(stream.record_event())" in inspect.getsource(torch.cuda.Stream.wait_stream)
