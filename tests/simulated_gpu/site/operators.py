@@ -5,16 +5,20 @@ a capture it is also kept with the graph, whose launch calls it again. What a GP
 tensors of two devices, waiting in a capture. Triton's kernels run in its interpreter.
 """
 
+import ast
 import atexit
 import ctypes
+import inspect
 import os
 import re
 import sys
+import textwrap
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -307,9 +311,45 @@ def after_triton(interpreter: Any) -> None:
             inner(self, *args, grid=grid, warmup=False, **kwargs)
 
         if not warmup:
-            simulate(f"triton {self.fn.__name__}", on_aliases, args, kwargs)
+            names = list(inspect.signature(self.fn).parameters)
+            written = {place for place, name in enumerate(names) if name in _stored(self.fn)}
+            # Where none is found, addresses are loaded, and anything may be written to.
+            simulate(f"triton {self.fn.__name__}", on_aliases, args, kwargs, written=written or None)
 
     interpreter.InterpretedFunction.run = run
+
+
+@cache
+def _stored(kernel: Any) -> frozenset[str]:
+    """Parameters of a Triton kernel that it writes to: those in the address of a store, or in what that was
+    worked out from. What helpers are given counts as written."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel)))
+    from_names: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in set().union(*map(_names, targets)):
+                from_names.setdefault(name, set()).update(_names(node.value))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", "")
+            if name == "store" or name.startswith("atomic_"):
+                found |= _names(node.args[0])
+            elif isinstance(node.func, ast.Name):
+                found |= set().union(*map(_names, node.args))
+    while new := set().union(*(from_names.get(name, set()) for name in found)) - found:
+        found |= new
+    return frozenset(found)
+
+
+def _names(expression: ast.expr) -> set[str]:
+    """In an expression, apart from what is loaded."""
+    if isinstance(expression, ast.Call) and getattr(expression.func, "attr", "") == "load":
+        return set()
+    if isinstance(expression, ast.Name):
+        return {expression.id}
+    return set().union(*map(_names, ast.iter_child_nodes(expression)))
 
 
 def after_kv_writes(module: Any) -> None:
