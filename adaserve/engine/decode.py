@@ -275,8 +275,9 @@ class DecodeLoop:
             tensors = self.device.put({**verified.arrays(), **more})
             states = target.run(replace(verified.batch, unread=UnreadNodes(unread.found, tensors)))
         else:
-            states = target.run(replace(verified.batch, drawn=drawn))
-            tensors = self.device.put(verified.arrays())  # behind what the device waits for
+            known = verified.batch if drawn is None else replace(verified.batch, drawn=drawn)
+            states = target.run(known)  # first: the device waits for it, and not for what follows
+            tensors = self.device.put(verified.arrays())
         if drawn is not None:
             tensors["tree"][0].copy_(drawn)
         wanted = batch.return_logprob or self.tap.is_open

@@ -269,9 +269,7 @@ class PricedPolicy(BasePolicy):
                 del self._bought[next(iter(self._bought))]
             self._bought[plan.iteration] = f, priced
         regime = self._regime(plan.running)
-        if trees.draft_steps:
-            regime.bought.add(priced.selection.keep.mean())
-        else:
+        if not trees.draft_steps:
             roots_rate = float(weight.sum() / seconds[0])
             if priced.rate <= roots_rate * (1.0 + self.config.least_gain):
                 self._add_rate(regime, roots_rate)
@@ -329,6 +327,7 @@ class PricedPolicy(BasePolicy):
             self._learn_potential(plan.running.rids, trees, f)
             if trees.draft_steps:
                 self._learn_surplus(plan, trees, np.maximum(priced.value - priced.price, 0.0))
+                self._regime(plan.running).bought.add(priced.selection.keep.mean())
         if outcome.cycle_s > 0:
             self._period_s.add(outcome.cycle_s)
         self._pace.add(float(outcome.new_tokens.mean()))
