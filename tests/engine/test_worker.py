@@ -53,16 +53,19 @@ def test_model_time_of_loops_is_without_prefills() -> None:
     def runs(seconds: float) -> list[Any]:
         return [(SimpleNamespace(seconds_until=lambda end: end - 1.0), 1.0 + seconds)]
 
+    def ended(end_s: float, since_last_s: float, unread: bool = False, nodes: int = 3, **more: Any) -> Any:
+        trees, plan = SimpleNamespace(n_nodes=nodes), SimpleNamespace(takes_all=unread)
+        times = {"total_s": 0.04, "since_last_s": since_last_s, "end_s": end_s}
+        return cast(IterationOutcome, SimpleNamespace(plan=plan, trees=trees, **times, **more))
+
     times = Times()
-    after = SimpleNamespace(total_s=0.04, since_last_s=0.5, prefilled=True, end_s=1.0)
-    times.decoded(cast(IterationOutcome, after), [runs(0.01), runs(0.3)])
-    in_a_row = SimpleNamespace(total_s=0.04, since_last_s=0.05, prefilled=False, end_s=1.05)
-    times.decoded(cast(IterationOutcome, in_a_row), [runs(0.01), runs(0.02) * 2])
+    times.decoded(ended(1.0, 0.5, prefilled=True), [runs(0.01), runs(0.3)])
+    times.decoded(ended(1.05, 0.05, unread=True, prefilled=False), [runs(0.01), runs(0.02) * 2])
     said = times.report()
     assert (said["iterations"], said["loops"]) == (2.0, 1.0)
     assert said["target_s"] == pytest.approx(0.02) and said["draft_s"] == pytest.approx(0.34)
     assert said["loop_s"] == pytest.approx(0.05) and said["loop_models_s"] == pytest.approx(0.05)
-    assert not said["stalls"]
-    stood_still = SimpleNamespace(total_s=0.04, since_last_s=0.09, prefilled=False, end_s=1.2)
-    times.decoded(cast(IterationOutcome, stood_still), [runs(0.01), runs(0.02)])
+    assert not said["stalls"] and said["unread"] == 1.0
+    times.decoded(ended(1.2, 0.09, unread=True, nodes=0, prefilled=False), [runs(0.01), runs(0.02)])
+    assert times.report()["unread"] == 1.0, "there was nothing to read"
     assert times.report()["stalls"] == 1.0 and times.report()["stalled_s"] == pytest.approx(0.06)
