@@ -131,7 +131,7 @@ def bench_serve(
     )
     settings = options.with_classes(settings, mix, slo or [])
     settings = options.with_tokens(settings, output_tokens, temperature)
-    limits = {"duration_s": duration, "max_requests": max_requests, "prompts": num_prompts}
+    limits = {"duration_s": duration, "max_requests": max_requests, "num_prompts": num_prompts}
     settings = options.with_count(settings, limits)
     common = {"seed": seed, "warmup_s": warmup, "baseline_ms": baseline_ms}
     settings = settings.changed(**options.given(common | {"prompts": prompts}))

@@ -51,10 +51,10 @@ def with_load(
 
 
 def with_count(config: BenchConfig, values: Mapping[str, Any]) -> BenchConfig:
-    """``values``: how many requests at most, for how long, or so many ``prompts`` however long that takes.
+    """``values``: how many requests at most, for how long, or ``num_prompts`` however long they take.
     Raises LoadgenError."""
     limits = {k: values[k] for k in ("duration_s", "max_requests")}
-    count = values["prompts"]
+    count = values["num_prompts"]
     if count is None:
         return config.changed(**given(limits))
     if given(limits) or config.trace is not None:

@@ -248,16 +248,6 @@ class Selection:
         zeros = np.zeros(n, np.int64)
         return Selection(np.zeros(candidates, np.bool_), zeros, zeros, np.ones(n))
 
-    @staticmethod
-    def everything(trees: CandidateTrees, cap: IntArray | None) -> Selection:
-        """All candidates that are not deeper than their row's ``cap`` [n], by their own probabilities."""
-        row, n = trees.row, trees.n_rows
-        keep = np.ones(trees.n_nodes, np.bool_) if cap is None else trees.depth <= cap[row]
-        f = np.minimum(np.fmax(np.exp(trees.logprob), 0.0), 1.0) * keep
-        counts, expected = np.bincount(row[keep], minlength=n), np.ones(n)
-        expected += np.bincount(row, f, n)
-        return Selection(keep, counts, np.zeros_like(counts), expected)
-
     @property
     def verify_tokens(self) -> int:
         """Tokens of the verification forward, roots included."""

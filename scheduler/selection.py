@@ -218,6 +218,15 @@ def best_anywhere(
     return take_prefix(ranked, counts, nobody, trees.n_nodes)
 
 
+def everything(trees: CandidateTrees, cap: IntArray | None) -> Selection:
+    """All candidates that are not deeper than their row's ``cap`` [n], those too that have no probability."""
+    row, n = trees.row, trees.n_rows
+    keep = np.ones(trees.n_nodes, np.bool_) if cap is None else trees.depth <= cap[row]
+    counts, expected = np.bincount(row[keep], minlength=n), np.ones(n)
+    expected += np.bincount(row, within_cap(trees, path_probability(trees), cap), n)
+    return Selection(keep, counts, np.zeros_like(counts), expected)
+
+
 def equal_share(trees: CandidateTrees, f: FloatArray, budget: int, cap: IntArray | None = None) -> Selection:
     """EqualGreedy (AdaServe v1 ablation): every row keeps its best floor(B / n) - 1 nodes."""
     ranked = rank(trees, f, cap)

@@ -15,6 +15,7 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.replay import Recorder
+from adaserve.scheduler.selection import everything
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class Decisions:
             policy.select(plan, trees)
         if self.recorder is not None:
             self.recorder.selected(plan)
-        return Selection.everything(trees, plan.cap)
+        return everything(trees, plan.cap)
 
     def observe(self, policy: Policy, outcome: IterationOutcome) -> None:
         """``policy``: that of the outcome's plan; another one may decide by now."""

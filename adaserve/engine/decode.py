@@ -33,6 +33,7 @@ from adaserve.engine.trees.batch import UnreadNodes
 from adaserve.engine.trees.proposal import Proposal, Unread, merge
 from adaserve.patches import result_copies
 from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan, Selection
+from adaserve.scheduler.selection import everything
 from adaserve.slo.lengths import OutputLengths
 
 Publish = Callable[[torch.Tensor], None]
@@ -195,7 +196,7 @@ class DecodeLoop:
         """What is verified. Waits for the drafts, unless all of them is, or nothing can be."""
         if plan.takes_all and len(drafts) == 1 and drafts[0].unread is not None:
             unread = drafts[0].unread()
-            return Choice(unread.outline, Selection.everything(unread.outline.trees, plan.cap), unread=unread)
+            return Choice(unread.outline, everything(unread.outline.trees, plan.cap), unread=unread)
         self._observe()  # the last iteration, if that is known, while the device drafts
         awaited = drafts if plan.cap is None or plan.cap.any() else []
         if awaited:

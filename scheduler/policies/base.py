@@ -28,7 +28,7 @@ from adaserve.scheduler.interface import (
     Selection,
     tokens_read,
 )
-from adaserve.scheduler.selection import best_anywhere, path_probability
+from adaserve.scheduler.selection import best_anywhere, everything, path_probability
 from adaserve.scheduler.windows import DraftWindows
 
 NO_BUDGET = 1 << 30
@@ -198,7 +198,7 @@ class BasePolicy:
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """What ``choose`` says, unless all are taken; then it may still learn of them."""
         chosen = self.choose(plan, trees)
-        return Selection.everything(trees, plan.cap) if plan.takes_all else chosen
+        return everything(trees, plan.cap) if plan.takes_all else chosen
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""

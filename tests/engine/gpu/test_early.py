@@ -168,28 +168,20 @@ for sizes in ((1, 3), (5, 2), (9, 4)):
 
 
 COMPILED = """
-import inspect, json, torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile, make_backend
-from triton.runtime.jit import create_function_from_signature
+import json, torch
 from adaserve.engine.gpu.attention_kernel import TILE
 from adaserve.engine.gpu.follow_kernel import _begin, _shorten
 from adaserve.engine.gpu.layout import LIST
+from tests.engine.gpu.compiling import compiles, kind_of
 
-hopper, numbers, tiles = GPUTarget("cuda", 90, 32), torch.zeros(9), torch.zeros(9, dtype=torch.int32)
-kinds = [], []
+numbers, tiles, kinds = torch.zeros(9), torch.zeros(9, dtype=torch.int32), ([], [])
 for start, q in ((0, 1), (1, 2), (2, 16)):
     there = [numbers.long()[start:]] * 10
     served = [*there, q, 16 * q, q, q, LIST], [tiles[start:], there[0], q, TILE]
     for kernel, arguments, found in zip((_begin, _shorten), served, kinds):
-        signature = inspect.signature(kernel.fn)
-        bind = create_function_from_signature(signature, kernel.params, make_backend(hopper))
-        found.append(bind(*arguments)[1])
+        found.append(kind_of(kernel, *arguments))
 for kernel, (kind, *_) in zip((_begin, _shorten), kinds):
-    of = dict(zip(kernel.arg_names, kind))
-    fixed = {name: value for name, (type, value) in of.items() if type == "constexpr"}
-    source = ASTSource(kernel, {name: type for name, (type, _) in of.items()}, fixed)
-    assert compile(source, hopper).asm["cubin"]
+    assert compiles(kernel, kind)
 print(json.dumps(kinds))
 """
 

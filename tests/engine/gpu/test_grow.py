@@ -34,22 +34,18 @@ for offer, tokens, parents in (
 
 
 COMPILED = """
-import inspect, json, torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile, make_backend
-from triton.runtime.jit import create_function_from_signature
+import json, torch
 from adaserve.engine.gpu.grow_kernel import _block, _grow
+from tests.engine.gpu.compiling import compiles, kind_of
 
-hopper, kinds = GPUTarget("cuda", 90, 32), []
-bind = create_function_from_signature(inspect.signature(_grow.fn), _grow.params, make_backend(hopper))
+kinds = []
 found, visible = torch.zeros(3, 4, 15, dtype=torch.int64), torch.zeros(4, 15, 16, dtype=torch.uint8)
 for width, start in ((1, 1), (3, 0), (16, 1)):
     logprob, token = torch.zeros(99)[start:], torch.zeros(99, dtype=torch.int64)[start:]
     numbers = (9, 3, 1, 9, 3, 1, 60, 15, 16, 0, width, width, width, width)
-    kinds.append(bind(found, found.double(), visible, logprob, token, *numbers, _block(9), _block(16))[1])
-fixed = {name: value for name, (kind, value) in zip(_grow.arg_names, kinds[0]) if kind == "constexpr"}
-signature = {name: kind for name, (kind, _) in zip(_grow.arg_names, kinds[0])}
-assert compile(ASTSource(_grow, signature, fixed), hopper).asm["cubin"]
+    tensors = found, found.double(), visible, logprob, token
+    kinds.append(kind_of(_grow, *tensors, *numbers, _block(9), _block(16)))
+assert compiles(_grow, kinds[0])
 print(json.dumps(kinds))
 """
 

@@ -21,9 +21,9 @@ from adaserve.engine.transfer import QueuedCopy
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.scheduler.costs import LearnedCosts
-from adaserve.scheduler.interface import Selection
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.replay import Recorder, read_recording, replay
+from adaserve.scheduler.selection import everything
 from tests.engine.gpu.test_decode import DEPTH, LENGTHS, TOKENS, WIDTH, Run, check_draft_cache, policy_config
 from tests.engine.gpu.test_moves import python
 
@@ -291,11 +291,11 @@ def test_everything() -> None:
     shape, nan = tree_shape(2, 1, None), float("nan")
     beams = Beams(np.zeros((2, 2), np.int64), np.array([[-1, 0]] * 2), np.log([[0.5, 0.25], [nan, nan]]), 2)
     trees = proposal(shape, np.array([0, 2]), beams, 3).trees
-    taken = Selection.everything(trees, None)
+    taken = everything(trees, None)
     assert taken.keep.all() and taken.counts.tolist() == [2, 0, 2] and not taken.slo_counts.any()
     assert taken.expected_tokens.tolist() == [1.75, 1.0, 1.0]
     assert taken.verify_tokens == 7
-    some = Selection.everything(trees, np.array([1, 5, 0]))
+    some = everything(trees, np.array([1, 5, 0]))
     assert some.keep.tolist() == [True, False, False, False] and some.counts.tolist() == [1, 0, 0]
     assert some.expected_tokens.tolist() == [1.5, 1.0, 1.0]
 
@@ -311,22 +311,16 @@ for sizes in ((1, 1, 1), (1, 5, 3), (5, 4, 2), (9, 3, 8)):
 
 
 COMPILED = """
-import inspect, json, torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile, make_backend
-from triton.runtime.jit import create_function_from_signature
+import json, torch
 from adaserve.engine.gpu.unread_kernel import _write
+from tests.engine.gpu.compiling import compiles, kind_of
 
-hopper, numbers, bools = GPUTarget("cuda", 90, 32), torch.zeros(9).long(), torch.zeros(99, dtype=torch.uint8)
-bind = create_function_from_signature(inspect.signature(_write.fn), _write.params, make_backend(hopper))
-kinds = []
+numbers, bools, kinds = torch.zeros(9).long(), torch.zeros(99, dtype=torch.uint8), []
 for start, size in ((0, 1), (1, 2), (2, 16)):
     there = [numbers[start:], numbers.double()[start:], *[numbers[start:]] * 6]
-    kinds.append(bind(*there, bools[start:], 64 * size, size, size, size, 16 * size, 128_255, -1)[1])
-of = dict(zip(_write.arg_names, kinds[0]))
-fixed = {name: value for name, (kind, value) in of.items() if kind == "constexpr"}
-source = ASTSource(_write, {name: kind for name, (kind, _) in of.items()}, fixed)
-assert compile(source, hopper).asm["cubin"]
+    sizes = 64 * size, size, size, size, 16 * size, 128_255, -1
+    kinds.append(kind_of(_write, *there, bools[start:], *sizes))
+assert compiles(_write, kinds[0])
 print(json.dumps(kinds))
 """
 
