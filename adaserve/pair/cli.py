@@ -83,6 +83,7 @@ def train(
     """Train a pair: corpus, target, draft, measurements. After Ctrl-C the same command resumes.
 
     It takes the minutes of both models, and some more for the corpus, the target's text and measurements.
+    A run that is finished, or that has other settings, is not gone on with: it is refused.
     """
     from adaserve.pair.schedule import FIRST, FURTHER
 
@@ -117,7 +118,10 @@ def extend(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Train a pair further, on windows of up to 8,192 tokens."""
+    """Train a pair further, on windows of up to 8,192 tokens. After Ctrl-C the same command resumes.
+
+    A run that is finished, or that has other settings, is not gone on with: it is refused.
+    """
     from adaserve.pair.schedule import LONG
 
     start = pair if pair is not None else weights_folder()
@@ -208,7 +212,10 @@ def evaluate_pair(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Measure loss, repetition, agreement and accepted tokens of draft and heads (loss needs the corpus)."""
+    """Measure loss, repetition, agreement and accepted tokens of draft and heads.
+
+    Loss needs a --work folder with text in the pair's vocabulary.
+    """
     from adaserve.pair.evaluate import evaluate, write_acceptance
 
     folder = pair if pair is not None else weights_folder()

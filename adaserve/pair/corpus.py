@@ -211,10 +211,11 @@ def without_repeats(document: Document, seen: Seen) -> Document | None:
 
 
 def collect(cache: Path, sources: list[Source]) -> list[Document]:
-    documents = list(read_stdlib())
+    documents = list(track(read_stdlib(), description="Reading the standard library"))
     for source in track(sources, description="Reading sources"):
         documents.extend(read_sdist(source, download(source, cache / source.name)))
-    return [d for d in documents if is_worth_reading(d.text)]
+    read = track(documents, description="Choosing documents")
+    return [d for d in read if is_worth_reading(d.text)]
 
 
 def build(folder: Path, sources: list[Source] | None = None) -> dict[str, int]:
@@ -228,14 +229,17 @@ def build(folder: Path, sources: list[Source] | None = None) -> dict[str, int]:
     seen = Seen()
     sizes: dict[str, int] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "train.jsonl").open("w") as train, (folder / "held_out.jsonl").open("w") as held_out:
-        for document in documents:
+    parts = [folder / f"{split}.partial" for split in ("held_out", "train")]
+    with parts[0].open("w") as held_out, parts[1].open("w") as train:
+        for document in track(documents, description="Leaving out repeats"):
             fresh = without_repeats(document, seen)
             if fresh is None or len(fresh.text) < 300:
                 continue
             split, out = ("held_out", held_out) if fresh.held_out else ("train", train)
             out.write(json.dumps(asdict(fresh)) + "\n")
             sizes[f"{split}/{fresh.kind}"] = sizes.get(f"{split}/{fresh.kind}", 0) + len(fresh.text)
+    for part in parts:  # the training text last: where it is, all is there
+        part.replace(part.with_suffix(".jsonl"))
     return sizes
 
 

@@ -90,18 +90,24 @@ class Mixture(Batches):
         return window
 
 
+def lessons(target: TinyLlama, run: Run, written_tokens: int) -> Mixture:
+    """Endless batches for the drafts of ``target``. It writes its half of the text, once, to ``run.out``."""
+    run.out.mkdir(parents=True, exist_ok=True)
+    real, written = run.corpus / "train.bin", run.out / "written.bin"
+    if not written.exists():
+        write_text(target, real, written, written_tokens, seed=run.seed)
+    return Mixture(Batches(open_stream(real), seed=run.seed), Batches(open_stream(written), seed=run.seed))
+
+
 def train_draft(run: Run, target_folder: Path, *, written_tokens: int, shape: Shape = DRAFT) -> None:
     torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     target = load_hf(target_folder).requires_grad_(False)
-    run.out.mkdir(parents=True, exist_ok=True)
-    written = run.out / "written.bin"
-    if not written.exists():
-        write_text(target, run.corpus / "train.bin", written, written_tokens, seed=run.seed)
+    text = lessons(target, run, written_tokens)
     draft = sliced(target, shape) if run.start is None else load_hf(run.start / "draft", ROPE_THETA)
-    trainer = Trainer(run, draft, lambda window: distillation_loss(draft, target, window[:, :-1]), save_hf)
-    mixture = Mixture(trainer.batches, Batches(open_stream(written), seed=run.seed))
-    mixture.used_tokens = trainer.batches.used_tokens
-    trainer.batches = mixture
-    trainer.fit("draft")
+
+    def loss(window: Tensor) -> Tensor:
+        return distillation_loss(draft, target, window[:, :-1])
+
+    Trainer(run, draft, text, loss, save_hf).fit("draft")
     save_hf(draft, run.out)

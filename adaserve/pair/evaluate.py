@@ -28,6 +28,7 @@ from adaserve.pair.long import long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.medusa import MedusaBlocks, MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.prompts import CATEGORIES, load_prompts
+from adaserve.pair.tokenizer import same_vocabulary
 from adaserve.pair.vocabulary import BOS_ID, MAX_CONTEXT_TOKENS
 from adaserve.sharpening import FILE_NAME, DraftSharpening, sharpening_of
 
@@ -311,11 +312,12 @@ def evaluate(
     pair: Path, corpus: Path, draft: str = "draft", *, rows: int, new: int, seed: int, threads: int
 ) -> dict[str, Any]:
     """Everything the documentation reports about the target and ``pair / draft``. The text is the same for
-    all drafts. Needs the corpus only for the losses of language models."""
+    all drafts. Needs the corpus, in the pair's vocabulary, only for the losses of language models."""
     torch.set_num_threads(threads)
     evaluation = Evaluation(pair, draft, corpus, rows=rows, new=new, seed=seed)
     drafter = evaluation.drafter
-    if isinstance(drafter, ModelDrafter) and (corpus / "held_out-code.bin").exists():
+    readable = (corpus / "held_out-code.bin").exists() and same_vocabulary(corpus, pair / "target")
+    if isinstance(drafter, ModelDrafter) and readable:
         evaluation.losses(drafter.model)
     evaluation.acceptance(evaluation.calibrate())
     if isinstance(drafter, ModelDrafter):

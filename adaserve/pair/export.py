@@ -13,11 +13,12 @@ from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare
 from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import evaluate, write_acceptance
-from adaserve.pair.folders import MEDUSA, PLAIN_NAME
+from adaserve.pair.folders import MEDUSA, PLAIN_NAME, PairError
 from adaserve.pair.medusa import train_medusa
 from adaserve.pair.packed import pack
 from adaserve.pair.prompts import write_prompts
 from adaserve.pair.schedule import FIRST, Stage
+from adaserve.pair.tokenizer import same_vocabulary
 from adaserve.pair.train_head import train_eagle
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -51,7 +52,7 @@ def settle(run: Path, corpus: Path, out: Path) -> None:
 def ensure_corpus(work: Path, *, seed: int, start: Path | None = None) -> Path:
     """The training text below `work`, in the vocabulary of the pair in `start` where there is one.
 
-    Raises ValueError where that text was encoded with another vocabulary.
+    Raises PairError where that text was encoded with another vocabulary.
     """
     corpus = work / "corpus"
     if not (corpus / "train.jsonl").exists():
@@ -65,21 +66,27 @@ def ensure_corpus(work: Path, *, seed: int, start: Path | None = None) -> Path:
 
 def _take_vocabulary(model: Path, corpus: Path) -> None:
     """Another interpreter's library would give another vocabulary, and trained weights need theirs."""
-    name = TOKENIZER_FILES[0]
-    if not (corpus / name).exists():
+    if not (corpus / TOKENIZER_FILES[0]).exists():
         for file in TOKENIZER_FILES:
             shutil.copy(model / file, corpus / file)
-    elif (corpus / name).read_bytes() != (model / name).read_bytes():
-        raise ValueError(
+    elif not same_vocabulary(corpus, model):
+        raise PairError(
             f"{corpus} was encoded with another vocabulary than {model}: give another --work folder"
         )
 
 
 def train_pair(work: Path, recipe: Recipe) -> Path:
-    """Trains below `work`; returns the folder with target/ and draft/."""
+    """Trains below `work`; returns the folder with target/ and draft/. Goes on with a run of the same recipe
+    that was interrupted; raises PairError where another one lies there."""
     corpus = ensure_corpus(work, seed=recipe.seed, start=recipe.start)
-    runs, pair = work / "runs", work / "pair"
-    run = _target_run(corpus, runs / "target", recipe)
+    out, pair = work / "runs" / "pair", work / "pair"
+    if recipe.start is not None and recipe.start.resolve() == pair.resolve():
+        raise PairError(
+            f"{pair} would be overwritten with what is trained from it: give another --work folder"
+        )
+    settings = _settings(recipe, corpus)
+    runs.begin(out, settings)
+    run = _target_run(corpus, out / "target", recipe)
     if recipe.target_minutes == 0:
         assert recipe.start is not None
         shutil.copytree(recipe.start / "target", pair / "target", dirs_exist_ok=True)
@@ -87,7 +94,7 @@ def train_pair(work: Path, recipe: Recipe) -> Path:
         if not (run.out / PLAIN_NAME).exists():
             train.train_target(run)
         settle(run.out, corpus, pair / "target")
-    run = _draft_run(run, runs / "draft", recipe)
+    run = _draft_run(run, out / "draft", recipe)
     if not (run.out / PLAIN_NAME).exists():
         distill.train_draft(run, pair / "target", written_tokens=recipe.written_tokens)
     settle(run.out, corpus, pair / "draft")
@@ -95,7 +102,24 @@ def train_pair(work: Path, recipe: Recipe) -> Path:
     report = evaluate(pair, corpus, rows=32, new=128, seed=recipe.seed, threads=recipe.threads)
     (pair / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     write_acceptance(report, pair / "draft")
+    runs.finish(out, settings)
     return pair
+
+
+def _settings(recipe: Recipe, corpus: Path) -> dict[str, str | int | float | None]:
+    """All of a recipe but what changes no more than its speed."""
+    start = recipe.start
+    return {
+        "minutes": recipe.target_minutes,
+        "draft minutes": recipe.draft_minutes,
+        "written_tokens": recipe.written_tokens,
+        "seed": recipe.seed,
+        "bf16": recipe.bf16,
+        "share of the learning rates": recipe.stage.rates,
+        "target to go on from": None if start is None else fingerprint(start / "target"),
+        "draft to go on from": None if start is None else fingerprint(start / "draft"),
+        "bytes of text": (corpus / "train.bin").stat().st_size,
+    }
 
 
 def _target_run(corpus: Path, out: Path, recipe: Recipe) -> train.Run:
@@ -130,7 +154,7 @@ def export_heads(
     """Trains heads of ``pair/target`` below ``work``: MEDUSA, or HEAD, an EAGLE-3 head of that shape. Returns
     the folder of their shipped form. Goes on with a run of the same settings that was interrupted; raises
     PairError where another one lies there."""
-    corpus, out = ensure_corpus(work, seed=seed), work / "runs" / kind
+    corpus, out = ensure_corpus(work, seed=seed, start=pair), work / "runs" / kind
     run = train.Run(corpus, out, minutes, seed, threads, compile=False, start=start)
     settings = {
         "minutes": minutes,

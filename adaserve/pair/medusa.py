@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 
 from adaserve.medusa import MedusaHeads, load_medusa, save_medusa
+from adaserve.pair.distill import lessons
 from adaserve.pair.model import TinyLlama, load_hf
-from adaserve.pair.observed import Observed, lessons, observe
+from adaserve.pair.observed import Observed, observe
 from adaserve.pair.shape import MEDUSA_DEPTH, MEDUSA_LAYERS
 from adaserve.pair.train import Run, Trainer, head_run
 from adaserve.pair.train_head import SHARPENED, STEP_WEIGHT, CrossEntropy, fast_products
@@ -109,17 +110,14 @@ def train_medusa(run: Run, pair: Path, *, written_tokens: int) -> Path:
     torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     target = load_hf(pair / "target").requires_grad_(False)
-    batches = lessons(target, run.corpus, run.out, written_tokens, seed=run.seed)
+    text = lessons(target, run, written_tokens)
     blocks = MedusaBlocks(target) if run.start is None else MedusaBlocks.of(load_medusa(run.start), target)
 
     def loss(window: Tensor) -> Tensor:
         with fast_products():
             return heads_loss(blocks, observe(target, window[:, :-1]), COMPARED)
 
-    trainer = Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), blocks, loss, save_blocks)
-    batches.used_tokens = trainer.batches.used_tokens
-    trainer.batches = batches
-    trainer.fit("Medusa heads")
+    Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), blocks, text, loss, save_blocks).fit("Medusa heads")
     save_blocks(blocks, done := run.out / "heads")
     return done
 

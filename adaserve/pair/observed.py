@@ -1,20 +1,15 @@
-"""What heads are trained on: the target's hidden states and logits on windows of text.
-
-The windows are those that the draft is distilled on: half real text, half text that the target wrote.
-"""
+"""What heads are trained on: the target's hidden states and logits on the windows of text that the draft is
+distilled on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as fn
 
-from adaserve.pair.data import Batches, open_stream
-from adaserve.pair.distill import Mixture, write_text
 from adaserve.pair.model import TinyLlama, rope
 
 
@@ -45,12 +40,3 @@ def observe(target: TinyLlama, tokens: Tensor, layers: Sequence[int] = ()) -> Ob
     states = torch.stack(kept, 2) if kept else x.new_zeros(*tokens.shape, 0, x.shape[-1])
     last = target.norm(x)
     return Observed(tokens, states, last, fn.linear(last, target.embed.weight))
-
-
-def lessons(target: TinyLlama, corpus: Path, folder: Path, written_tokens: int, *, seed: int) -> Mixture:
-    """Endless batches of windows, ``take(rows, length)``. The target writes its half, once, to ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    real, written = corpus / "train.bin", folder / "written.bin"
-    if not written.exists():
-        write_text(target, real, written, written_tokens, seed=seed)
-    return Mixture(Batches(open_stream(real), seed=seed), Batches(open_stream(written), seed=seed))

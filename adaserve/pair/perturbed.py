@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from rich.progress import track
 from torch import Tensor
 
 from adaserve.pair.data import load_tokenizer
@@ -49,7 +50,7 @@ def noisy_copy(source: Path, out: Path, *, agreement: float = 0.6, seed: int = 0
     ]
     tokens = torch.tensor([[BOS_ID, *ids[:63]] for ids in rows])
     low, high = 0.0, 2.0
-    for _ in range(_BISECTIONS):
+    for _ in track(range(_BISECTIONS), description="Looking for the noise"):
         middle = (low + high) / 2
         enough = _agreement(model, _perturbed(model, middle, seed), tokens) > agreement
         low, high = (middle, high) if enough else (low, middle)

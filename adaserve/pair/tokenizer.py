@@ -54,3 +54,9 @@ def as_hugging_face(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def same_vocabulary(first: Path, second: Path) -> bool:
+    """Whether two folders have tokenizers, and the same one."""
+    files = [folder / "tokenizer.json" for folder in (first, second)]
+    return all(file.exists() for file in files) and files[0].read_bytes() == files[1].read_bytes()

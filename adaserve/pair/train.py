@@ -83,16 +83,20 @@ class Trainer(Generic[Model]):
     """
 
     def __init__(
-        self, run: Run, model: Model, loss: LossFunction, save: Callable[[Model, Path], None]
+        self,
+        run: Run,
+        model: Model,
+        batches: Batches,
+        loss: LossFunction,
+        save: Callable[[Model, Path], None],
     ) -> None:
-        self.run, self.model, self.save = run, model, save
+        self.run, self.model, self.batches, self.save = run, model, batches, save
         self.loss = torch.compile(loss, dynamic=False) if run.compile else loss
         self.precision = torch.autocast("cpu", torch.bfloat16, enabled=run.bf16)
         self.optimizers = make_optimizers(
             model, matrix_lr=run.matrix_lr, vector_lr=run.vector_lr, decay=run.decay
         )
         self.peaks = [o.param_groups[0]["lr"] for o in self.optimizers]
-        self.batches = Batches(open_stream(run.corpus / "train.bin"), seed=run.seed)
         self.step = 0
         self.tokens = 0
         run.out.mkdir(parents=True, exist_ok=True)
@@ -176,5 +180,6 @@ def train_target(run: Run, shape: Shape = TARGET) -> None:
     torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     model = TinyLlama(shape) if run.start is None else load_hf(run.start / "target", ROPE_THETA)
-    Trainer(run, model, lambda window: next_token_loss(model, window), save_hf).fit("target")
+    text = Batches(open_stream(run.corpus / "train.bin"), seed=run.seed)
+    Trainer(run, model, text, lambda window: next_token_loss(model, window), save_hf).fit("target")
     save_hf(model, run.out)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from adaserve.pair.data import open_stream
+from adaserve.pair.distill import lessons
 from adaserve.pair.eagle import EagleHead, HeadShape, load_head, narrowed, save_head
 from adaserve.pair.model import load_hf
-from adaserve.pair.observed import Observed, lessons, observe
+from adaserve.pair.observed import Observed, observe
 from adaserve.pair.train import Run, Trainer, head_run
 
 STEPS = 4
@@ -89,7 +90,7 @@ def train_eagle(
     torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     target = load_hf(pair / "target").requires_grad_(False)
-    batches = lessons(target, run.corpus, run.out, written_tokens, seed=run.seed)
+    text = lessons(target, run, written_tokens)
     if run.start is None:
         streams = [run.corpus / "train.bin", run.out / "written.bin"]
         head = EagleHead(target, shape, frequent_tokens(streams, shape.vocab, target.shape.vocab))
@@ -100,8 +101,5 @@ def train_eagle(
         with fast_products():
             return unrolled_loss(head, observe(target, window[:, :-1], head.shape.layers), steps)
 
-    trainer = Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), head, loss, save_head)
-    batches.used_tokens = trainer.batches.used_tokens
-    trainer.batches = batches
-    trainer.fit("EAGLE-3 head")
+    Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), head, text, loss, save_head).fit("EAGLE-3 head")
     save_head(head, run.out)

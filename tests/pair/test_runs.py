@@ -59,6 +59,8 @@ def test_heads_go_on_from_their_own_checkpoint_only(tmp_path: Path, monkeypatch:
 
     with pytest.raises(KeyboardInterrupt):
         head(64)
+    tokenizer = tmp_path / "corpus" / "tokenizer.json"
+    assert tokenizer.read_bytes() == (weights_folder() / "target" / "tokenizer.json").read_bytes()
     with pytest.raises(PairError, match="mlp was 64, is 32"):
         head(32)
     assert head(64) == tmp_path / "pair" / HEAD

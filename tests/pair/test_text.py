@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from adaserve.pair import corpus
 from adaserve.pair.clean import is_worth_reading, python_to_text, rst_to_text, tidy, unwrap
 from adaserve.pair.corpus import Document, Seen, load_sources, without_repeats
 from adaserve.pair.data import Batches
 from adaserve.pair.prompts import CATEGORIES, SUMMARY_CUE, load_prompts
-from adaserve.pair.tokenizer import as_hugging_face, train_tokenizer
+from adaserve.pair.tokenizer import as_hugging_face, same_vocabulary, train_tokenizer
 from adaserve.pair.vocabulary import BOS_ID, EOS_ID
 
+SOME = [
+    Document("prose", "made up", f"{i}.txt", f"Text number {i} says what no other says. " * 20)
+    for i in range(200)
+]
 TEXT = "def answer(question):\n    return 42  # naïve\n\nThe answer is always the same, isn't it?\n" * 30
 
 
@@ -145,3 +150,30 @@ def test_prompt_file_is_small() -> None:
     raw = files("adaserve.pair").joinpath("prompts.jsonl.gz").read_bytes()
     assert len(raw) < 1_500_000
     assert json.loads(json.dumps(load_prompts("chat")[0].text))
+
+
+def test_a_corpus_that_was_interrupted_is_no_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "collect", lambda *_: list(SOME))
+    read = iter(range(150))
+
+    def interrupted(document: Document, seen: Seen) -> Document | None:
+        if next(read, None) is None:
+            raise KeyboardInterrupt
+        return without_repeats(document, seen)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(corpus, "without_repeats", interrupted)
+        corpus.build(tmp_path, [])
+    assert not (tmp_path / "train.jsonl").exists()
+    corpus.build(tmp_path, [])
+    whole = [corpus.read_documents(tmp_path / f"{split}.jsonl") for split in ("held_out", "train")]
+    assert len(whole[0]) + len(whole[1]) == len(SOME) and all(d.held_out for d in whole[0])
+
+
+def test_text_of_another_vocabulary_is_told_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder, text in zip(folders, (TEXT, TEXT, TEXT[::-1]), strict=True):
+        as_hugging_face(train_tokenizer([text], vocab_size=400)).save_pretrained(folder)
+    assert same_vocabulary(folders[0], folders[1])
+    assert not same_vocabulary(folders[0], folders[2])
+    assert not same_vocabulary(folders[0], tmp_path / "d")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.pair import export
+from adaserve.pair import distill, export
 from adaserve.pair.candidates import ModelDrafter, draft_trees
-from adaserve.pair.data import load_tokenizer
+from adaserve.pair.data import Batches, load_tokenizer, open_stream
 from adaserve.pair.distill import divergence, sliced
 from adaserve.pair.evaluate import best_shared, best_tau, distinct_share
 from adaserve.pair.export import Recipe, ensure_corpus, train_pair
@@ -46,7 +46,8 @@ def make_run(folder: Path, minutes: float) -> Run:
 def trainer(run: Run) -> Trainer[TinyLlama]:
     torch.manual_seed(run.seed)
     model = TinyLlama(TINY)
-    return Trainer(run, model, lambda window: next_token_loss(model, window), save_hf)
+    text = Batches(open_stream(run.corpus / "train.bin"), seed=run.seed)
+    return Trainer(run, model, text, lambda window: next_token_loss(model, window), save_hf)
 
 
 def test_learns_and_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +213,7 @@ def test_trained_weights_need_text_in_their_own_vocabulary(tmp_path: Path) -> No
     ensure_corpus(tmp_path, seed=0, start=start)
     assert load_tokenizer(corpus).to_str() == load_tokenizer(start / "target").to_str()
     (corpus / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="another vocabulary"):
+    with pytest.raises(PairError, match="another vocabulary"):
         ensure_corpus(tmp_path, seed=0, start=start)
 
 
@@ -220,13 +221,16 @@ def test_a_draft_goes_on_while_its_target_stays(tmp_path: Path, monkeypatch: pyt
     """What is measured and cut from held-out text afterwards is left out: it takes minutes."""
     for name in ("evaluate", "write_acceptance", "write_prompts"):
         monkeypatch.setattr(export, name, lambda *_, **__: {})
-    start, corpus, drafted = weights_folder(), tmp_path / "corpus", tmp_path / "runs" / "draft"
+
+    def stream(path: Path) -> None:
+        (np.arange(2_000) % 500).astype(np.uint16).tofile(path)
+
+    monkeypatch.setattr(distill, "write_text", lambda _target, _text, out, *_, **__: stream(out))
+    start, corpus = weights_folder(), tmp_path / "corpus"
     corpus.mkdir()
-    drafted.mkdir(parents=True)
     for name in ("train.jsonl", "tokens.json"):
         (corpus / name).touch()
-    for stream in (corpus / "train.bin", drafted / "written.bin"):
-        (np.arange(2_000) % 500).astype(np.uint16).tofile(stream)
+    stream(corpus / "train.bin")
     phases = (Phase(1.0, 2, 64),)
     recipe = Recipe(0, 0.01, threads=1, compile=False, stage=Stage(phases, phases, 0.5), start=start)
     pair = train_pair(tmp_path, recipe)
@@ -235,6 +239,10 @@ def test_a_draft_goes_on_while_its_target_stays(tmp_path: Path, monkeypatch: pyt
     before, after = load_hf(start / "draft"), load_hf(pair / "draft")
     assert not torch.equal(before.embed.weight, after.embed.weight)
     assert (before.embed.weight - after.embed.weight).abs().mean() < 0.5 * before.embed.weight.abs().mean()
+    with pytest.raises(PairError, match="finished"):
+        train_pair(tmp_path, replace(recipe, draft_minutes=0.02))
+    with pytest.raises(PairError, match="would be overwritten"):
+        train_pair(tmp_path, replace(recipe, start=pair))
 
 
 def test_an_average_lies_between_two_models(tmp_path: Path) -> None:
