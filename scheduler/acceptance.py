@@ -41,21 +41,18 @@ class Verified:
     trees: CandidateTrees
     keep: BoolArray  # [m]
     accepted: BoolArray  # [m]
-    tested: BoolArray | None  # [m]; None = follows from ``accepted``
 
     @staticmethod
     def of(outcomes: Sequence[IterationOutcome]) -> Verified:
         """Several iterations of one batch, stacked; learning from a few nodes at a time is too costly."""
         if len(outcomes) == 1:
             only = outcomes[0]
-            return Verified(only.trees, only.selection.keep, only.accepted, only.tested)
+            return Verified(only.trees, only.selection.keep, only.accepted)
         join = np.concatenate
-        given = [o.tested for o in outcomes if o.tested is not None]
         return Verified(
             _joined([o.trees for o in outcomes]),
             join([o.selection.keep for o in outcomes]),
             join([o.accepted for o in outcomes]),
-            join(given) if len(given) == len(outcomes) else None,
         )
 
 
@@ -85,10 +82,7 @@ def find_tested(outcome: IterationOutcome) -> Tested:
 def find_tested_in(seen: Verified) -> Tested:
     """What was tested."""
     trees, rows = seen.trees, seen.trees.row
-    tested = seen.tested
-    if tested is None:
-        tested = seen.keep & and_root(seen.accepted, True).take(trees.above)
-    node = np.flatnonzero(tested)
+    node = np.flatnonzero(seen.keep & and_root(seen.accepted, True).take(trees.above))
     row = rows[node]
     accepted, depth = seen.accepted.take(node), trees.depth.take(node)
     tried, passed = np.zeros((2, trees.n_rows), np.int64)
@@ -99,16 +93,16 @@ def find_tested_in(seen: Verified) -> Tested:
 
 
 class AcceptanceRate:
-    """How often the tokens of a level are accepted whose parents were, over all requests; recent iterations
+    """How often the tokens of a level are accepted whose parents were, over all requests; recent ones
     count."""
 
-    DECAY = 0.98  # per observed iteration
+    DECAY = 0.98  # per ``observe``
 
     def __init__(self, start: float = 0.7) -> None:
         self._passed, self._tried = 4.0 * start, 4.0
 
     def observe(self, tried: IntArray, passed: IntArray) -> None:
-        """Adds the levels of one iteration, [n] or more."""
+        """Adds the levels of one iteration or of several, [n] or more."""
         if levels := int(np.add.reduce(tried)):
             self._passed = self.DECAY * self._passed + int(np.add.reduce(passed))
             self._tried = self.DECAY * self._tried + levels

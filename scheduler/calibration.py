@@ -156,11 +156,11 @@ class Calibrator:
         n = len(rids)
         due = np.bincount(row, believed, n)
         sums = self._requests.of(rids)
-        rows, seen = self._requests.rows(rids), due > 0
+        # Without tests they forget as well: what is priced so low that nothing of it is tested would stay so.
         sums *= self.REQUEST_DECAY
         sums[:, 0] += np.bincount(row, accepted, n)
         sums[:, 1] += due
-        self._requests.values[rows[seen]] = sums[seen]
+        self._requests.values[self._requests.rows(rids)] = sums
 
     def _add(self, number: IntArray, cell: IntArray, q: FloatArray, hit: BoolArray) -> None:
         """Each class forgets by its own tests: beside a busy one, a rare one would have forgotten all."""

@@ -133,6 +133,10 @@ class Draft:
         assert self.depth >= 0 and self.width >= 1
         assert self.branching is None or len(self.branching) == self.depth
 
+    def count(self, n: int) -> int:
+        """How many of n rows draft steps are made for."""
+        return n if self.rows is None else int(np.count_nonzero(self.rows))
+
     def reads(self, context: IntArray) -> IntArray:
         """How many of ``context`` [n] cached tokens a draft step reads of each row, [n]."""
         return tokens_read(context, self.window, self.sinks)
@@ -152,7 +156,8 @@ class RunningBatch:
     max_depth: IntArray  # deepest node that may be kept; 0 = root only (custom logit processors, ...)
     temperature: FloatArray  # 0 = greedy
     prefill_tokens: int = 0
-    """Prefill tokens that will share this iteration's verify forward (mixed chunks); 0 = none."""
+    """Prefill tokens that will share this iteration's verify forward (mixed chunks); 0 = none. Servers never
+    mix, only the simulator does."""
     offered: CandidateTrees | None = None
     """Candidates that are there before a plan is made, at no cost, within ``max_depth``. What is drafted
     joins them."""
@@ -222,8 +227,7 @@ class IterationPlan:
     @property
     def drafting_rows(self) -> int:
         """How many rows draft steps are made for."""
-        rows = self.draft.rows
-        return len(self.running) if rows is None else int(np.count_nonzero(rows))
+        return self.draft.count(len(self.running))
 
 
 def tokens_read(context: IntArray, window: IntArray | None, sinks: int) -> IntArray:
@@ -274,9 +278,6 @@ class IterationOutcome:
     total_s: float  # plan to commit, catching up included, prefill not
     since_last_s: float = 0.0  # time since the previous decode iteration ended (prefill included)
     prefilled: bool = False  # whether prompts had forwards of their own in that time
-    tested: BoolArray | None = None
-    """[m]: kept nodes whose parent was accepted (censoring: all others were never tried).
-    None = derive it from ``accepted``."""
     prefill_tokens: int = 0  # prefill tokens that shared the verify forward; their time is in verify_s
     first_level_s: float | None = None
     """Of ``draft_s``, until the first of several levels was there; None where only whole drafts are timed."""

@@ -61,9 +61,11 @@ def price_nodes(trees: CandidateTrees, f: FloatArray, weight: FloatArray, second
     return Priced(_selection(keep, counts, expected), value, rate, price)
 
 
-def best_nodes(trees: CandidateTrees, f: FloatArray, value: FloatArray, count: int) -> Selection:
-    """The ``count`` nodes that are worth most by ``value`` [m]; of equals the first, so parents before
+def tried(trees: CandidateTrees, f: FloatArray, value: FloatArray, most: int) -> Selection:
+    """Up to ``most`` nodes that are worth most by ``value`` [m], whatever they cost: if nothing were
+    verified, nothing could be learned of candidates. Of equals the first are taken, so parents before
     children."""
+    count = min(most, int(np.count_nonzero(value)))
     return _selection(*_best_nodes(trees.row_start, f, value, np.sort(value)[::-1], count))
 
 

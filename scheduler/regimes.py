@@ -31,6 +31,7 @@ class Regime:
     depth: int = 1  # of the last plan
     width: int = 1
     in_vain: int = 0  # probes in a row after which drafting still did not pay
+    probed: int = -1  # number of the last one
     taught: FloatArray = field(init=False)  # requests that have taught each level's surplus, [d_max]
     missed: FloatArray = field(init=False)  # iterations since then that did not, [d_max]
 

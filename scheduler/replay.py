@@ -187,7 +187,7 @@ def _open(path: Path, mode: str) -> IO[str]:
 _INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent"}
 _INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap", "source", "likely_tokens", "window"}
 _FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "weight", "logprob", "expected_tokens"}
-_BOOLS = {"keep", "accepted", "tested", "rows"}
+_BOOLS = {"keep", "accepted", "rows"}
 _PARTS: dict[str, type] = {"offered": CandidateTrees, "underway": Draft, "draft": Draft, "then": Draft}
 
 
@@ -246,6 +246,7 @@ def _events(path: Path) -> Iterator[RecordedIteration | str]:
 def _iteration(data: dict[str, Any]) -> RecordedIteration:
     if "draft" not in (planned := data["plan"]):
         planned["draft"] = {new: planned.pop(old) for old, new in _IN_VERSION_2.items() if old in planned}
+    data["outcome"].pop("tested", None)  # of earlier recordings, which never used it
     running = RunningBatch(**_fields_in(data["running"]))
     plan = IterationPlan(running=running, **_fields_in(data["plan"]))
     trees = CandidateTrees(**_fields_in(data["trees"]))

@@ -28,11 +28,13 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.pricing import price_nodes
-from adaserve.scheduler.selection import within_cap
+from adaserve.scheduler.pricing import price_nodes, tried
+from adaserve.scheduler.selection import everything, within_cap
 
 RATE = 0.05
 """Step of the stochastic gradient."""
+TRY_EVERY = 16
+"""Iterations of which one verifies some tokens even where none pays."""
 SURE = 1e-4
 """Draft probabilities are kept this far from 0 and 1."""
 
@@ -81,19 +83,15 @@ class AdaptiveVerifyPolicy(BasePolicy):
         """Where what they take longer is less than reading them would."""
         return self._is_quicker(running, tokens, self._bought.value)
 
-    def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """The prefix of all chains' tokens that promises the most tokens per second."""
-        chosen = self._best(plan, trees)
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """Also learns how many of the candidates pay."""
+        chosen = self.choose(plan, trees)
         if trees.n_nodes:
             self._bought.add(chosen.keep.mean())
-        return chosen
+        return everything(trees, plan.cap) if plan.takes_all else chosen
 
-    def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:
-        """A selection of which nothing is learned."""
-        if like is not None:
-            self._best(plan, like)
-
-    def _best(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+    def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """The prefix of all chains' tokens that promises the most tokens per second."""
         if not trees.n_nodes:
             return Selection.nothing(trees.n_rows)
         n = trees.n_rows
@@ -101,7 +99,10 @@ class AdaptiveVerifyPolicy(BasePolicy):
         p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
         f = within_cap(trees, path_product(p, trees.above), plan.cap)
         seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
-        return price_nodes(trees, f, np.ones(n), seconds).selection
+        priced = price_nodes(trees, f, np.ones(n), seconds)
+        if not priced.selection.keep.any() and plan.iteration % TRY_EVERY == TRY_EVERY - 1:
+            return tried(trees, f, priced.value, min(n, len(seconds) - 1))
+        return priced.selection
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Recalibrates the acceptance model as well."""

@@ -97,7 +97,7 @@ class BasePolicy:
         shape = self.shape(running, cap, now_s)
         limit = shape.budget if self.config.budget is None else min(shape.budget, self.config.budget)
         # A draft step would be wasted where only the roots fit.
-        then = self._within(shape.draft, n, int(cap.max())) if limit > n else Draft(0)
+        then = self._within(shape.draft, cap) if limit > n else Draft(0)
         draft = then if running.underway is None else running.underway
         offered = 0 if running.offered is None else running.offered.n_nodes
         drafted = _most_nodes(draft) * self.config.drafts
@@ -125,8 +125,7 @@ class BasePolicy:
         if not (running.may_go_unread and draft.depth) or (cap is not None and not cap.any()):
             return False
         n = len(running)
-        drafted = n if draft.rows is None else int(np.count_nonzero(draft.rows))
-        tokens = n + drafted * _most_nodes(draft) * self.config.drafts
+        tokens = n + draft.count(n) * _most_nodes(draft) * self.config.drafts
         return tokens <= limit and self.wants_all(running, tokens)
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
@@ -159,15 +158,22 @@ class BasePolicy:
         window = self.config.draft_windows[0]
         return np.full(n, window) if window else None
 
-    def _within(self, draft: Draft, n: int, deepest: int) -> Draft:
-        """``draft`` for n rows as it is configured, where some may have nodes as deep as ``deepest``."""
-        depth = min(draft.depth, deepest, self.config.d_max) if self.config.drafts else 0
+    def _drafts_at(self, running: RunningBatch) -> int:
+        """Number of the iteration that drafts what a plan wants: the next one, where a draft is underway."""
+        return self._iterations + (running.underway is not None)
+
+    def _within(self, draft: Draft, cap: IntArray) -> Draft:
+        """``draft`` as it is configured, for rows that may have nodes as deep as ``cap`` [n]."""
+        depth = min(draft.depth, int(cap.max()), self.config.d_max) if self.config.drafts else 0
         if not depth:
             return Draft(0)
-        window = self._fixed_window(n) if draft.window is None else draft.window
+        rows, may = draft.rows, cap > 0
+        if not may.all():
+            rows = may if rows is None else may & rows
+        window = self._fixed_window(len(cap)) if draft.window is None else draft.window
         sinks = 0 if window is None else self.config.draft_sinks
         branching = draft.branching and draft.branching[:depth]
-        return replace(draft, depth=depth, branching=branching, window=window, sinks=sinks)
+        return replace(draft, depth=depth, branching=branching, rows=rows, window=window, sinks=sinks)
 
     def _draft_context(self, running: RunningBatch, window: IntArray | None) -> Context:
         """What a draft step reads when it is made for all rows."""
@@ -180,7 +186,8 @@ class BasePolicy:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
         context, read = self.context(running), self._draft_context(running, draft.window)
         tokens = budget + running.prefill_tokens
-        return self.costs.iteration_s(len(running), draft.depth, draft.width, tokens, context, read)
+        rows = draft.count(len(running))
+        return self.costs.iteration_s(rows, draft.depth, draft.width, tokens, context, read)
 
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
         """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1]."""
@@ -205,9 +212,9 @@ class BasePolicy:
         return best_anywhere(trees, path_probability(trees), plan.budget, plan.cap)
 
     def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:
-        """A selection that is dropped."""
+        """A choice that is dropped."""
         if like is not None:
-            self.select(plan, like)
+            self.choose(plan, like)
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Whether another draft step pays; the published rules fix the depth beforehand."""

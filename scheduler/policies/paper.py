@@ -13,7 +13,7 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.selection import best_anywhere, equal_share, path_probability, two_phase
+from adaserve.scheduler.selection import equal_share, path_probability, two_phase
 
 
 def eurosys_shape(
@@ -80,9 +80,7 @@ class GlobalGreedyPolicy(AdaServePolicy):
 
     slo_aware = False
 
-    def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """The best candidates of all requests."""
-        return best_anywhere(trees, path_probability(trees), plan.budget, plan.cap)
+    choose = BasePolicy.choose
 
 
 class EqualGreedyPolicy(AdaServePolicy):

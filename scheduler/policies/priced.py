@@ -23,15 +23,15 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.pricing import Priced, best_nodes, price_nodes, uncovered
+from adaserve.scheduler.pricing import Priced, price_nodes, tried, uncovered
 from adaserve.scheduler.regimes import Regime, Regimes
 from adaserve.scheduler.selection import never_rising, path_probability, within_cap
 from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
-"""An iteration of a small batch is short, so what changes slowly is worked out every RELAXED iterations only.
-Iterations that probe must be among these (``probe_every`` must be a multiple).
+"""An iteration of a small batch is short, so what changes slowly is worked out every RELAXED iterations only,
+and after probes.
 """
 
 RAREST_PROBE = 3
@@ -174,16 +174,18 @@ class PricedPolicy(BasePolicy):
                 if value > NOTABLE * best * seconds:
                     depth, width, best = level + 1, w + 1, value / seconds
                 seconds += first_s + row_s * w
-        turn, since = divmod(self._iterations, c.probe_every)
+        turn, since = divmod(self._drafts_at(running), c.probe_every)
         probing = since == c.probe_every - 1
         if probing:
             width = min(c.w_max, width + 1)
         if depth:
             regime.in_vain = 0
-        # While drafting does not pay, probes get rarer.
-        if probing and (depth or turn % (1 << regime.in_vain) == 0):
-            regime.in_vain = min(RAREST_PROBE, regime.in_vain + (depth == 0))
-            depth = min(deepest, depth + 1)
+        # While drafting does not pay, probes get rarer. What a plan wants of the next iteration may not be
+        # drafted there, which then asks again: that is the same probe.
+        again = turn == regime.probed
+        if probing and (depth or again or turn % (1 << regime.in_vain) == 0):
+            regime.in_vain = min(RAREST_PROBE, regime.in_vain + (depth == 0 and not again))
+            regime.probed, depth = turn, min(deepest, depth + 1)
         regime.depth, regime.width = depth, width
         return depth, width
 
@@ -276,9 +278,7 @@ class PricedPolicy(BasePolicy):
                 return Selection.nothing(n, trees.n_nodes)
         self._add_rate(regime, priced.rate)
         if regime.in_vain and trees.draft_steps and not priced.selection.keep.any():
-            # A probe shows what verification costs, too: if nothing were verified, that could not change.
-            possible = int(np.count_nonzero(priced.value))
-            return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1, possible))
+            return tried(trees, f, priced.value, min(n, len(seconds) - 1))
         return priced.selection
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
@@ -322,7 +322,8 @@ class PricedPolicy(BasePolicy):
         super().observe(outcome)
         plan, trees = outcome.plan, outcome.trees
         bought = self._bought.pop(plan.iteration, None)
-        if bought is not None and (len(plan.running) >= SMALL or plan.iteration % RELAXED == RELAXED - 1):
+        ends = (every - 1 == plan.iteration % every for every in (RELAXED, self.config.probe_every))
+        if bought is not None and (len(plan.running) >= SMALL or any(ends)):
             f, priced = bought
             self._learn_potential(plan.running.rids, trees, f)
             if trees.draft_steps:

@@ -58,16 +58,20 @@ class TurboSpecPolicy(BasePolicy):
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """A chain of k*; a probe of 1 now and then while k* is 0."""
-        n = len(running)
-        best = int(np.argmax(self.goodput(running, cap)))
+        n, goodput = len(running), self.goodput(running, cap)
+        if len(goodput) == 1:  # there is no choice
+            return Shape(Draft(0), deepest=0)
+        best = int(np.argmax(goodput))
         if best > 0:
             self._idle = 0
             return self._chain(n, best)
         if self._threshold == float("inf"):
             self._threshold = n
-        self._idle += 1
+        underway = running.underway
+        self._idle = 0 if underway is not None and underway.depth else self._idle + 1
         if self._idle >= self.config.turbo_probe_every:
-            self._idle = 0
+            if underway is None:  # else the next iteration drafts, unless it has to plan anew
+                self._idle = 0
             return self._chain(n, 1)
         return Shape(Draft(0), deepest=0)
 

@@ -89,7 +89,7 @@ class PlayedReplica(Replica):
             verify_s=verify_s,
             total_s=total,
             since_last_s=self.now_s - self._last_end_s if self._last_end_s else total,
-            prefilled=self._recent.spent_s > 0,
+            prefilled=self._recent.spent_s > 0 or prefill_tokens > 0,
             prefill_tokens=prefill_tokens,
         )
         self._observe(outcome)

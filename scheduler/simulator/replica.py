@@ -38,7 +38,8 @@ class ReplicaConfig:
     row_overhead_s: float = 0.0  # per iteration and running request, whose tokens are streamed
     lag: bool = False  # overlap schedule: an outcome is observed after the next plan
     busy: tuple[tuple[float, float, float], ...] = ()
-    """When others use the host: from, until (simulated seconds), how many times as long everything takes."""
+    """When others use the host: from, until (simulated seconds), how many times as long everything takes. The
+    admission gate goes by the times of a quiet host nevertheless, unlike a server's."""
 
 
 class Replica(ABC):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sched_factories import running, trees_from
+from sched_factories import outcome, running, trees_from
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch
@@ -53,6 +53,18 @@ def test_adaptive_verification_takes_the_lengths_with_the_best_rate(steps: list[
 
     best = max(rate(lengths) for lengths in itertools.product(range(K + 1), repeat=len(steps)))
     assert rate(tuple(selection.counts.tolist())) == pytest.approx(best, rel=1e-3)
+
+
+def test_adaptive_verification_tries_again_what_once_did_not_pay() -> None:
+    """A draft may get better, or a text easier."""
+    policy, kept = AdaptiveVerifyPolicy("adaptive-verify-3", CONFIG, K), []
+    policy.acceptance.weights = np.array([-6.0, 1.0, 0.0])
+    for _ in range(2000):
+        plan, trees = policy.plan(running(4), 1.0), chains([[0.9] * K] * 4)
+        selection = policy.select(plan, trees)
+        policy.observe(outcome(plan, trees, selection, selection.keep))
+        kept.append(selection.keep.any())
+    assert np.flatnonzero(kept[:100]).tolist() == list(range(15, 100, 16)) and all(kept[-32:])
 
 
 def test_adaptive_verification_knows_no_slo() -> None:

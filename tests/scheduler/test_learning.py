@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -147,8 +146,7 @@ class TestAcceptance:
         assert len(tests.node) == tried
         assert (tests.tried[0], tests.passed[0]) == (tried, accepted)
 
-    @pytest.mark.parametrize("told", [False, True])
-    def test_iterations_learned_from_together_tell_what_each_tells(self, told):
+    def test_iterations_learned_from_together_tell_what_each_tells(self):
         """Nodes, rows and depths of trees of different shapes end up where they belong."""
         policy, rng = build_policy("chain-4"), np.random.default_rng(1)
         shapes, outcomes = ((3, 2), (1, 1), (4, 3), (2, 1)), []
@@ -157,8 +155,7 @@ class TestAcceptance:
             plan = policy.plan(running(3), 1.0)
             selection = policy.select(plan, trees)
             accepted = selection.keep & (rng.random(trees.n_nodes) < 0.5)
-            one = outcome(plan, trees, selection, accepted)
-            outcomes.append(replace(one, tested=selection.keep & (trees.depth == 1)) if told else one)
+            outcomes.append(outcome(plan, trees, selection, accepted))
         together, alone = find_tested_in(Verified.of(outcomes)), [find_tested(o) for o in outcomes]
         offset = np.cumsum([0, *(o.trees.n_nodes for o in outcomes)])
         assert together.node.tolist() == [i + k for t, k in zip(alone, offset, strict=False) for i in t.node]
@@ -215,6 +212,18 @@ class TestCalibration:
         (low, high) = calibrator.reliability()["chat"]
         assert high[0] == pytest.approx(0.9) and high[1] == pytest.approx(0.6, abs=0.05) and high[2] > 100
         assert low[0] == pytest.approx(0.05)
+
+    def test_a_request_that_is_no_longer_tested_gets_another_chance(self):
+        """Of what the draft claims to be sure of, nothing is accepted for a while. After that it is not worth
+        its verification."""
+        calibrator, rids = Calibrator(), ("hard", "easy")
+        for _ in range(20):
+            hit = np.array([False, True])
+            calibrator.observe(np.full(2, 0.85), np.arange(2), hit, rids, ("chat",) * 2)
+        fallen = calibrator.request_factors(rids)[0]
+        for _ in range(300):
+            calibrator.observe(np.full(1, 0.85), np.array([1]), np.array([True]), rids, ("chat",) * 2)
+        assert fallen < 0.6 and calibrator.request_factors(rids)[0] == pytest.approx(1.0, abs=0.01)
 
     def test_a_rare_class_is_not_forgotten_beside_a_busy_one(self):
         """500 requests of one class with two tests each, and one of another; 40% are accepted of both."""

@@ -218,6 +218,24 @@ class TestTurboSpec:
         depths = [policy.plan(running(4), float(i)).draft.depth for i in range(64)]
         assert depths.count(1) == 2 and depths.count(0) == 62
 
+    def test_a_probe_that_the_next_iteration_does_not_draft_is_asked_for_again(self):
+        """As on a GPU while nothing is drafted: the next iteration is queued before its plan is known."""
+        policy, depths, then = build_policy("turbospec", self.costly()), [], Draft(0)
+        for _ in range(200):
+            plan = policy.plan(running(8, underway=None if then.depth else then), 1.0)
+            assert plan.then is not None
+            then = plan.then
+            depths.append(plan.draft.depth)
+        probes = np.flatnonzero(depths)
+        assert len(probes) >= 3 and (np.diff(probes) >= self.costly().turbo_probe_every).all()
+
+    def test_rows_that_may_not_speculate_set_no_threshold(self):
+        config = replace(self.costly(), turbo_skip_prefill=True)
+        policy = build_policy("turbospec", config)
+        assert isinstance(policy, TurboSpecPolicy)
+        policy.plan(running(1, remaining_tokens=1), 1.0)
+        assert policy.wants_draft_prefill(2)
+
     def test_draft_prefill_stops_above_the_threshold_and_resets(self):
         policy = build_policy("turbospec", replace(self.costly(), turbo_skip_prefill=True))
         assert isinstance(policy, TurboSpecPolicy)
@@ -358,11 +376,20 @@ class TestPriced:
         known = policy._potential.of(plan.running.rids)[:, 0]
         assert known[0] == 0.0 and (known[1:] > 1.5).all()
 
-    def played(self, policy: PricedPolicy, n: int, share: float, iterations: int) -> list[int]:
-        """Depths of iterations in which ``share`` of the requests get through each level of a chain."""
-        depths = []
+    def played(
+        self, policy: PricedPolicy, n: int, share: float, iterations: int, early: bool = False
+    ) -> list[int]:
+        """Depths of iterations in which ``share`` of the requests get through each level of a chain.
+
+        ``early``: as on a GPU. A draft is queued before its iteration is planned, where the draft model has
+        read what came before; where nothing is to be drafted, the next iteration is queued."""
+        depths: list[int] = []
+        then: Draft | None = None
         for _ in range(iterations):
-            plan = policy.plan(running(n, tpot_slo_s=math.inf), 1.0)
+            drafted, waits = then is not None and then.depth, depths and depths[-1]
+            underway = then if early and then is not None and (not drafted or waits) else None
+            plan = policy.plan(running(n, tpot_slo_s=math.inf, underway=underway), 1.0)
+            then = plan.then
             f = np.zeros((plan.draft.depth, plan.draft.width)) + 1e-3
             f[:, 0] = share ** np.arange(1, plan.draft.depth + 1)
             trees = below_the_best(n, f) if plan.draft.depth else CandidateTrees.empty(n)
@@ -393,6 +420,18 @@ class TestPriced:
         assert self.played(policy, 8, 0.93, 60)[-1] == 5
         assert max(self.played(policy, 8, 0.4, 100)[-15:]) <= 3
         assert min(self.played(policy, 8, 0.93, 60)[-8:]) >= 4
+
+    @pytest.mark.parametrize("n", [8, 32])
+    def test_probes_are_drafted_and_learned_from_where_drafts_are_queued_early(self, n):
+        """What a plan wants is then drafted in the iteration after it, or not at all."""
+        latency = LatencyModel(ForwardCost(1.7e-3), ForwardCost(7e-3, per_token_s=1e-6))
+        config = PolicyConfig(latency=latency, d_max=5, calibrate=False, learn_costs=False)
+        policy = build_policy("priced", config)
+        assert isinstance(policy, PricedPolicy)
+        assert self.played(policy, n, 0.93, 60, early=True)[-1] == 5
+        hard = self.played(policy, n, 0.02, 400, early=True)
+        assert 0 < np.count_nonzero(hard[-200:]) < 20
+        assert min(self.played(policy, n, 0.93, 300, early=True)[-8:]) >= 4
 
     def test_a_busy_host_still_drafts(self):
         """Verifications take longer as well."""

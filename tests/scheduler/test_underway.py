@@ -39,6 +39,17 @@ def test_a_plan_takes_what_is_underway(name: str) -> None:
     assert selection is None or selection.verify_tokens <= plan.budget
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_that_may_not_speculate_are_not_counted_as_drafted(name: str) -> None:
+    """What drafts cost is learned by how many requests they are made for."""
+    config = PolicyConfig(latency=CHEAP)
+    some = replace(batch(4), max_depth=np.array([0, 9, 9, 9]), remaining_tokens=np.array([50, 50, 1, 50]))
+    plan = build_policy(name, config).plan(some, 1.0)
+    assert plan.draft.rows is not None and plan.draft.rows.tolist() == [False, True, False, True]
+    assert plan.drafting_rows == 2
+    assert plan.t_spec_s < build_policy(name, config).plan(batch(4), 1.0).t_spec_s
+
+
 def test_nodes_below_what_a_request_may_still_write_are_left_out() -> None:
     """It was not known when they were drafted."""
     short = replace(batch(2, Draft(5)), remaining_tokens=np.array([3, 100]))

@@ -15,6 +15,7 @@ from adaserve.engine.sampling import Settings
 from adaserve.engine.state import UNKNOWN, Asked
 from adaserve.engine.transfer import QueuedCopy
 from adaserve.scheduler.interface import Draft, IterationPlan, RunningBatch
+from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy
 from tests.engine.gpu.factories import TinyModel
 from tests.engine.gpu.test_decode import (
@@ -177,6 +178,19 @@ def test_a_draft_is_queued_behind_it() -> None:
     check_cache_of(run, run.source, run.draft, TinyModel(run.requests.slots))
     for outcome in run.outcomes[4:8:3]:
         assert (outcome.new_tokens == 4).all(), "a copy of the target was wrong"
+
+
+@pytest.mark.parametrize("policy", ["priced", "turbospec"])
+def test_what_does_not_pay_is_still_tried(policy: str) -> None:
+    """Of a draft that a plan wants, the next iteration is the first that can make it. Nothing pays here."""
+    run = Run(policy, overlap=True)
+    dear = LatencyModel(ForwardCost(1.0), ForwardCost(0.001, per_token_s=0.01))
+    config = replace(policy_config(), latency=dear, learn_costs=False, probe_every=4, turbo_probe_every=4)
+    run.policies.current = build_policy(policy, config)
+    run.finish().check()
+    drafted = [outcome.plan.draft.depth for outcome in run.outcomes]
+    assert 2 <= len(drafted) - drafted.count(0) <= len(drafted) // 2 and max(drafted) == 1
+    assert went_ahead(run).count(True) >= len(drafted) // 3
 
 
 def test_its_clock_is_the_devices() -> None:
