@@ -140,6 +140,7 @@ class CostTable:
         self.slowdown = 1.0  # what known sizes take at present, relative to their quiet cost
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._slow_s = 0.0
+        self._unjudged = 0  # slow forwards of unknown sizes in a row
         self._unused = 0  # times since the values were worked out
         self._curve: FloatArray = np.zeros(0)  # quiet, by size
         self._plain: list[float] = []  # the same: single values are faster from a list
@@ -155,6 +156,7 @@ class CostTable:
         taken ``reading_s``."""
         if not self.knows(size):
             return
+        self._unjudged = 0
         off = math.log(seconds / (self.quiet_s(size) + reading_s))
         self._recent.append(off)
         self._slow_s = self._slow_s + seconds if off > MUCH else 0.0
@@ -165,21 +167,12 @@ class CostTable:
         recent = sorted(self._recent)
         self.slowdown = math.exp(recent[len(recent) // 2]) if len(recent) > RECENT // 2 else 1.0
 
-    def observe(self, size: int, seconds: float, slowdown: float | None = None) -> None:
-        """A forward that was served and read nothing of the KV cache; nonsense (not finite, not positive) is
-        ignored. ``slowdown``: as for ``learn``."""
-        if math.isfinite(seconds) and seconds > 0:
-            self.judge(size, seconds, 0.0)
-            self.learn(size, seconds, slowdown)
-
-    def learn(self, size: int, seconds: float, slowdown: float | None = None) -> None:
-        """A forward that took ``seconds`` without what it read of the KV cache.
-
-        ``slowdown`` of the host at that time, where another table knows it; None = this one's own.
-        """
+    def learn(self, size: int, seconds: float) -> None:
+        """A forward that took ``seconds`` without what it read of the KV cache."""
         bucket = size_bucket(size)
         off = math.log(seconds / self.quiet_s(size))
-        if off > MUCH and math.log(self.slowdown if slowdown is None else slowdown) > MUCH:
+        if off > MUCH and math.log(self.slowdown) > MUCH:
+            self._dropped(size)
             return
         sizes = self._sizes
         ratio = float(off + sizes.values[bucket])
@@ -192,6 +185,17 @@ class CostTable:
             sizes.work_out()
             self._plain = []
             self.quiet_curve()  # now, not where somebody waits for a prediction
+
+    def _dropped(self, size: int) -> None:
+        """Where known sizes are no longer served, nothing says how busy the host is. It is not, then: what is
+        served now has to be learned."""
+        if self.knows(size):
+            return
+        self._unjudged += 1
+        if self._unjudged > LATEST:
+            self._unjudged = 0
+            self._recent.clear()
+            self.slowdown = 1.0
 
     # -- predicting ---------------------------------------------------------------------------
 

@@ -252,7 +252,7 @@ class LearnedCosts(Latency):
             line_s = self.first.factor * guess_s
             step_s = (seconds - first_s) / later - self.first.reading.seconds(rows, context)
             step_s = min(max(step_s, line_s / STEP_RANGE), line_s * STEP_RANGE)
-            self.step.observe(rows, step_s, self.slowdown)
+            self.step.learn(rows, step_s)
 
 
 def _points(cost: StepCost) -> Sequence[float]:

@@ -58,7 +58,13 @@ class Host:
                 elif self.rng.random() < self.stalls:
                     took *= float(self.rng.uniform(2, 12))
                 self.clock += took
-                table.observe(size, took)
+                observe(table, size, took)
+
+
+def observe(table: CostTable, size: int, seconds: float) -> None:
+    """A forward that read nothing of the KV cache."""
+    table.judge(size, seconds, 0.0)
+    table.learn(size, seconds)
 
 
 def worst(table: CostTable, truth: StepCost, sizes: list[int]) -> float:
@@ -106,9 +112,9 @@ class TestTable:
     def test_a_first_forward_that_stalled_does_not_condemn_a_size(self):
         """It would not be tried again, so nothing could put it right."""
         table = CostTable(STEPPED.alone)
-        table.observe(16, 1.0)
+        observe(table, 16, 1.0)
         for _ in range(16):
-            table.observe(4, 15e-3)
+            observe(table, 4, 15e-3)
         assert table.quiet_s(16) < 1.2 * 17.5e-3
 
     def test_a_busy_host_is_noticed_and_its_quiet_costs_are_remembered(self):
@@ -150,6 +156,18 @@ class TestTable:
         assert worst(table, STEPPED, SERVED) < 0.1, "busy, perhaps"
         slower.serve(table, SERVED, PATIENCE_S)
         assert worst(table, slower.cost, SERVED) < 0.1
+
+    def test_a_busy_host_whose_known_sizes_are_served_no_longer_learns_again(self):
+        """All that is served now takes longer than was guessed, and nothing says how busy the host is."""
+        guessed = replace(STEPPED, seconds_at=(*STEPPED.seconds_at[:-1], 0.5 * STEPPED.seconds_at[-1]))
+        largest = int(STEPPED.tokens[-1])
+        known = [t for t in SERVED if t <= STEPPED.tokens[-2] and 2 * t < largest]
+        table, host = CostTable(guessed.alone), Host(STEPPED)
+        host.serve(table, known, 30.0)
+        host.serve(table, known, 10.0, busy=4.0)
+        assert table.slowdown > 2
+        host.serve(table, [largest], 10.0)
+        assert table.slowdown < 1.3 and worst(table, STEPPED, [largest]) < 0.1
 
     @settings(max_examples=50)
     @given(st.lists(st.tuples(st.integers(0, 6000), st.floats(0, 1e6), st.floats(-1, 100)), max_size=60))
@@ -350,9 +368,9 @@ class TestCosts:
     def test_a_stall_right_after_a_restart_condemns_no_size(self):
         table = CostTable(STEPPED.alone, known=SERVED)
         for size in SERVED:
-            table.observe(size, 1.0)
+            observe(table, size, 1.0)
         for _ in range(8):
-            table.observe(1, STEPPED.seconds_at[0])
+            observe(table, 1, STEPPED.seconds_at[0])
         assert worst(table, STEPPED, SERVED) < 0.1
 
     def test_a_model_that_is_right_is_left_alone(self):

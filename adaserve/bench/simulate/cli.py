@@ -80,7 +80,8 @@ def run(
         Literal["mixed", "exclusive"],
         typer.Option(
             metavar="NAME",
-            help="mixed: chunks of prompts share forwards with decoding; exclusive: they run alone.",
+            help="mixed: chunks of prompts share forwards with decoding, as in the artifact of the paper's "
+            "authors; exclusive: they run alone, as in AdaServe's server.",
             rich_help_panel=PREFILLS,
         ),
     ] = "mixed",
