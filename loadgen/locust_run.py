@@ -19,6 +19,7 @@ from gevent.event import Event
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
+from adaserve.files import write_json
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.dispatch import Dispatcher, read_too_late
 from adaserve.loadgen.errors import LoadgenError
@@ -29,7 +30,6 @@ from adaserve.loadgen.results import (
     make_results_dir,
     provenance,
     shown_path,
-    write_json,
     write_summary,
 )
 from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts, plan_figures

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -12,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from adaserve.files import write_json
 from adaserve.host import describe_host
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.slo.metrics import PREDICTED, RequestRecord, read_records, summarize
@@ -148,10 +148,6 @@ def is_amount(value: Any) -> TypeGuard[float]:
 def _is_verdict(told: Mapping[str, Any]) -> bool:
     times = [v for k, v in told.items() if k != "met" and v is not None]
     return set(told) - {PREDICTED} == VERDICT and isinstance(told["met"], bool) and all(map(is_amount, times))
-
-
-def write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_summary(

@@ -25,7 +25,8 @@ from adaserve.bench.walks import HeadPlan, Text, Tree, Walk, kernel_model, over_
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.loadgen.results import provenance, write_json
+from adaserve.files import write_json
+from adaserve.loadgen.results import provenance
 from adaserve.pair.evaluate import prompt_batch, write
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.model import TinyLlama, load_hf

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from adaserve.files import write_whole
 from adaserve.slo.metrics import RequestRecord
 
 
@@ -38,4 +39,4 @@ def write_records(path: Path, records: Sequence[RequestRecord]) -> None:
     """Gzipped, without the gaps between chunks; equal records give equal bytes."""
     lines = "".join(replace(r, itl_ms=[]).to_json() + "\n" for r in records)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+    write_whole(path, gzip.compress(lines.encode(), mtime=0))

@@ -24,7 +24,8 @@ from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.trees.attention import TreeAttentionPlan
-from adaserve.loadgen.results import provenance, write_json
+from adaserve.files import write_json
+from adaserve.loadgen.results import provenance
 
 SETS = {4: "baseline", 8: "avx2", 16: "avx512"}
 """Lanes of the kernels' vectors -> the instruction set on x86."""

@@ -26,7 +26,8 @@ from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
-from adaserve.loadgen.results import provenance, write_json
+from adaserve.files import write_json
+from adaserve.loadgen.results import provenance
 from adaserve.server import ServerProcess, ServerSpec
 
 BASE = "none"

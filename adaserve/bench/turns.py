@@ -18,10 +18,11 @@ from rich.console import Console
 
 from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.client import Ask, send
+from adaserve.files import write_json
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, TraceSpec
 from adaserve.loadgen.preflight import preflight
-from adaserve.loadgen.results import iter_records, provenance, write_json, write_summary
+from adaserve.loadgen.results import iter_records, provenance, write_summary
 from adaserve.loadgen.schedule import build_schedule, plan_figures
 from adaserve.server import ServerProcess
 from adaserve.slo.metrics import RequestRecord

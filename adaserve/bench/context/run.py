@@ -26,8 +26,9 @@ from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Inputs
 from adaserve.engine.trees.attention import TreeAttentionPlan
+from adaserve.files import write_json
 from adaserve.loadgen.figures import save
-from adaserve.loadgen.results import provenance, write_json
+from adaserve.loadgen.results import provenance
 from adaserve.pair import shape as pair_shape
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS

@@ -24,11 +24,12 @@ from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded
 from adaserve.config import AdaServeConfig
+from adaserve.files import write_json
 from adaserve.fleet.local import Fleet, ReplicaSpec, RouterSpec
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, Endpoint
-from adaserve.loadgen.results import check_results_dir, command_line, iter_records, write_json
+from adaserve.loadgen.results import check_results_dir, command_line, iter_records
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.forecasts import CLOSE
 from adaserve.server import ServerProcess, ServerSpec, free_port

@@ -28,7 +28,6 @@ from adaserve.bench.gpu_check.findings import (
     Findings,
     code_digest,
     resume,
-    write,
 )
 from adaserve.bench.gpu_check.mixed import run_mixed
 from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Early, Pair, serving
@@ -38,6 +37,7 @@ from adaserve.bench.gpu_check.verification import target_ms
 from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.terminal import progress
 from adaserve.errors import UserError
+from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.server import ServerError, ServerProcess
 
@@ -430,7 +430,7 @@ class Check:
         lacks_graphs = NOT_SHOWN_WITHOUT_GRAPHS if "--disable-cuda-graph" in self.pair.flags else ()
         found = asdict(self.found)
         kept = {"identity": self._identity(), "found": found}
-        write(self.out / STATE_FILE, kept)
+        write_json(self.out / STATE_FILE, kept)
         report = {
             "kind": "gpu-check",
             "dry_run": dry,
@@ -441,7 +441,7 @@ class Check:
             **{k: v for k, v in found.items() if k != "reference"},
             "targets": targets(self.found, self.plan, dry),
         }
-        write(self.out / "gpu-check.json", report)
+        write_json(self.out / "gpu-check.json", report)
         return report
 
 

@@ -67,7 +67,7 @@ def resume(out: Path, identity: dict[str, Any]) -> Findings:
     path = out / STATE_FILE
     if not path.exists():
         return Findings()
-    kept = json.loads(path.read_text())
+    kept = json.loads(path.read_text(encoding="utf-8"))
     if kept["identity"] != identity:
         what = ", ".join(_differing(kept["identity"], identity))
         raise ServerError(f"{out} holds a check with another {what}: give another --out, or remove it")
@@ -101,10 +101,3 @@ def code_digest() -> str:
         for path in sorted(Path(root).rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def write(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all, so that an interrupted run leaves the last good file."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)

@@ -28,13 +28,14 @@ from torch.nn import functional as fn
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, Texts
 from adaserve.bench.terminal import progress, table
+from adaserve.files import write_json
 from adaserve.learning import draft_reading
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.home import home_records
 from adaserve.learning.losses import CHAIN
 from adaserve.learning.records import Record, kept
 from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
-from adaserve.loadgen.results import provenance, write_json
+from adaserve.loadgen.results import provenance
 from adaserve.noise import request_key
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.folders import weights_folder

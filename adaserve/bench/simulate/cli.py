@@ -193,7 +193,7 @@ def capacity(
     from adaserve.bench.simulate.fleet import SimulatedFleet
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_recorded
-    from adaserve.loadgen.results import write_json
+    from adaserve.files import write_json
     from adaserve.scheduler.simulator.capacity import min_replicas
     from adaserve.slo.classes import SLOConfig
 
@@ -242,7 +242,7 @@ def fleet(
     from adaserve.bench.simulate.fleet import SimulatedFleet
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_workload
-    from adaserve.loadgen.results import write_json
+    from adaserve.files import write_json
 
     with _refusing():
         hardware = Hardware(model, gpu, tp, profile)
@@ -322,8 +322,9 @@ def context(
 ) -> None:
     """Simulate speculation at long contexts by data-sheet costs, for any known model and GPU."""
     from adaserve.bench.context.simulated import simulate_context
+    from adaserve.files import write_json
     from adaserve.loadgen.figures import save
-    from adaserve.loadgen.results import command_line, write_json
+    from adaserve.loadgen.results import command_line
 
     with _refusing():
         found = simulate_context(model, gpu, tp, requests, contexts, window, acceptance, own_acceptance)

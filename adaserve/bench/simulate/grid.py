@@ -23,7 +23,8 @@ from adaserve.bench.study import (
     run_grid,
 )
 from adaserve.bench.terminal import progress
-from adaserve.loadgen.results import command_line, write_json
+from adaserve.files import write_json
+from adaserve.loadgen.results import command_line
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import build_policy

@@ -21,7 +21,8 @@ from adaserve.bench.sweep.simulated import Simulator, markdown, to_json
 from adaserve.bench.sweep.store import Store, changed, merged
 from adaserve.bench.sweep.systems import family, length_of, system, with_length
 from adaserve.config import AdaServeConfig
-from adaserve.loadgen.results import new_results_dir, write_json
+from adaserve.files import write_json
+from adaserve.loadgen.results import new_results_dir
 from adaserve.server import ServerSpec, require_models
 
 SET_UP_S, COMPARED_S = 210.0, 270.0

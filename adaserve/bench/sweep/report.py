@@ -22,7 +22,7 @@ from adaserve.bench.sweep.systems import GATE, PLAIN, PUBLISHED, STOCK, is_rival
 from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
 from adaserve.bench.sweep.tuning import chosen_text
 from adaserve.bench.terminal import table
-from adaserve.loadgen.results import write_json
+from adaserve.files import write_json
 
 _MOST_SHOWN = 1000.0
 _TIMES = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from adaserve.bench.jsonl import append_line, read_lines
 from adaserve.bench.sweep.plan import SweepError, SweepPlan
+from adaserve.files import write_json
 from adaserve.slo.metrics import RequestRecord, read_records
 
 SCHEMA_VERSION = 2
@@ -57,9 +57,7 @@ class Store:
         return data
 
     def write_head(self, head: Mapping[str, Any]) -> None:
-        part = self.folder / "sweep.json.part"
-        part.write_text(json.dumps(head, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, self.folder / "sweep.json")
+        write_json(self.folder / "sweep.json", head)
 
     @property
     def prompts(self) -> Path:

@@ -1,0 +1,23 @@
+"""Files that are whole: who reads one, or goes on with it after a kill, finds the old one or the new one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replaces the file. What is no file of its own (a link, a pipe, ``/dev/stdout``) is written to."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_bytes(data)
+        return
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    os.replace(part, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The same, for people to read as well."""
+    write_whole(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())

@@ -1,0 +1,39 @@
+"""Files that are replaced: never half of one, and nothing that is no file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adaserve.files import write_json, write_whole
+
+
+def test_a_write_that_breaks_off_leaves_the_earlier_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "result.json"
+    write_json(path, {"blocks": ["é"]})
+    with monkeypatch.context() as killed:
+
+        def broken(self: Path, data: bytes) -> int:
+            with self.open("wb") as file:
+                file.write(data[: len(data) // 2])
+            raise KeyboardInterrupt
+
+        killed.setattr(Path, "write_bytes", broken)
+        with pytest.raises(KeyboardInterrupt):
+            write_json(path, {"blocks": [1, 2, 3]})
+    assert path.read_text(encoding="utf-8") == '{\n "blocks": [\n  "é"\n ]\n}\n'
+    write_json(path, [1])
+    assert json.loads(path.read_text()) == [1] and list(tmp_path.iterdir()) == [path], "no part is left"
+
+
+def test_what_is_no_file_of_its_own_is_written_to(tmp_path: Path) -> None:
+    """As /dev/stdout, a link to a pipe or a terminal: a result would lie in its place, and nobody see it."""
+    there, link = tmp_path / "there", tmp_path / "link"
+    there.write_text("earlier")
+    link.symlink_to(there)
+    write_whole(link, b"new")
+    assert link.is_symlink() and there.read_bytes() == b"new"
