@@ -111,10 +111,10 @@ def run_grid(
             row, records, _ = run_case(case, setting)
             done[key] = row
             if out and path:
-                append_line(path, row)
                 if keep_records:
                     name = f"requests-{case.workload}-{case.load:.2f}-{case.policy}-{case.seed}.jsonl.gz"
                     write_records(out / name, records)
+                append_line(path, row)  # last: it says that the case is done
         rows.append(done[key])
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from adaserve.bench import study
 from adaserve.bench.simulate import fleet
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
@@ -73,6 +75,19 @@ def test_only_rows_of_the_same_settings_are_taken_again(tmp_path: Path) -> None:
         f.write('{"workload": "cut of')
     output_of("run --trace synthetic:20:3 --out", tmp_path)
     assert (tmp_path / "runs.jsonl").read_text().splitlines()[3].startswith('{"workload": "synthetic')
+
+
+def test_a_case_is_done_when_its_records_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(study, "write_records", interrupted)
+        assert simulate_command("run --trace synthetic:20:3 --out", tmp_path).exit_code
+    assert not list(tmp_path.glob("requests-*"))
+    output_of("run --trace synthetic:20:3 --out", tmp_path)
+    (path,) = tmp_path.glob("requests-*.jsonl.gz")
+    assert len(gzip.decompress(path.read_bytes()).splitlines()) == 20
 
 
 def test_capacity_knows_how_much_memory_there_is() -> None:
