@@ -179,6 +179,8 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
         ("--seeds -1", "not '-1'"),
         ("--trace synthetic:100:x", "not 'synthetic:100:x'"),
         ("--trace synthetic:0:1", "not 'synthetic:0:1'"),
+        ("--trace synthetic:5:1", "2 traces are called 'synthetic:5:1'"),
+        ("--policy priced --policy priced:d_max=3", "2 policies are called 'priced'"),
     ],
 )
 def test_errors_name_the_remedy(arguments: str, message: str) -> None:

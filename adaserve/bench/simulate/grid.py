@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,9 @@ class Grid:
         """Raises ValueError on what the options cannot mean, OSError."""
         if not self.loads or min(self.loads) <= 0:
             raise ValueError("--loads must be one or more numbers above 0")
+        names = (_parts(spec)[0] for spec in self.policy)
+        _all_differ("policies", names, "give one a name, as in NAME=priced:KEY=VALUE")
+        _all_differ("traces", map(_workload, self.trace), "rename one of them")
         shared = self._simulation()
         return list(self._cases(shared)), self._setting(shared.replica.latency)
 
@@ -102,7 +106,7 @@ class Grid:
 
     def _cases(self, shared: SimulationConfig) -> Iterator[Case]:
         for name in self.trace:
-            label = name if name.startswith("synthetic") else Path(name).stem
+            label = _workload(name)
             for load in self.loads:
                 for seed in self.seeds:
                     loaded = read_workload(name, seed).scaled(1 / load)
@@ -111,11 +115,28 @@ class Grid:
                         yield Case(label, loaded.rps, tag, seed, config, loaded)
 
 
-def _with_policy(shared: SimulationConfig, spec: str) -> tuple[str, SimulationConfig]:
-    """``name`` or ``label=name:key=value,...``: its label, and the simulation with it."""
+def _all_differ(what: str, labels: Iterable[str], remedy: str) -> None:
+    """Figures of equal labels would be averaged as if they were those of seeds. Raises ValueError."""
+    for label, times in Counter(labels).items():
+        if times > 1:
+            raise ValueError(f"{times} {what} are called {label!r}: {remedy}")
+
+
+def _workload(trace: str) -> str:
+    """What a trace is called."""
+    return trace if trace.startswith("synthetic") else Path(trace).stem
+
+
+def _parts(spec: str) -> tuple[str, str, str]:
+    """Label, name and settings of ``name`` or ``label=name:key=value,...``."""
     head, _, settings = spec.partition(":")
     label, _, name = head.partition("=")
-    name = name or label
+    return label, name or label, settings
+
+
+def _with_policy(shared: SimulationConfig, spec: str) -> tuple[str, SimulationConfig]:
+    """The label of ``spec``, and the simulation with its policy."""
+    label, name, settings = _parts(spec)
     if name not in (*ROW_ORDERS, *CLAIRVOYANT):
         build_policy(name)
     return label, replace(shared, policy=name, policy_config=_policy_config(settings, shared.replica.latency))
