@@ -52,7 +52,7 @@ class Recipe(msgspec.Struct, frozen=True):
     loss: str = "jsd"  # a name of `losses.LOSSES`, or "hard"
     rate: float = 6e-4  # of AdamW
     ema: float = 0.98  # decay of the average of the weights, over updates
-    interval: int = 8  # new requests of an update
+    interval: int = 8  # new requests of an update; at most ``JUDGED``, which a round has
     replayed: float = 0.5  # earlier requests of an update, for each new one
     home: float = 0.25  # home texts of an update, for each new request
 
@@ -108,6 +108,7 @@ class Trainer:
         sharpening: DraftSharpening,
         replay_bytes: int,
     ) -> None:
+        assert recipe.interval <= JUDGED, "a round has no more requests, so an update cannot either"
         self.draft, self._home, self.recipe, self.sharpening = draft, list(home), recipe, sharpening
         self.first = Snapshot(draft.state(), Correction())
         self.present = self.first  # what is served

@@ -27,7 +27,7 @@ from adaserve.bench.learn.texts import HOME, PATTERNS, Texts
 from adaserve.cli import app
 from adaserve.learning import draft_reading
 from adaserve.learning.draft import DraftCopy
-from adaserve.learning.trainer import Recipe, Trainer
+from adaserve.learning.trainer import JUDGED, Recipe, Trainer
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.model import load_hf
 from adaserve.pair.widen import shipped_draft
@@ -123,6 +123,14 @@ def test_variants_differ_from_the_default_in_one_thing() -> None:
         fields = ("trainer", "top", "mixed", "routed", "damage")
         differ = [f for f in fields if getattr(variant, f) != getattr(usual, f)]
         assert (len(differ) + (variant.recipe != usual.recipe) == 1) == (name != "default"), name
+
+
+def test_no_update_is_of_more_requests_than_a_round_has() -> None:
+    """Two variants would be the same, and one would be called what it is not."""
+    assert max(v.recipe.interval for v in VARIANTS.values()) == JUDGED
+    nothing: Any = None
+    with pytest.raises(AssertionError, match="a round has no more"):
+        Trainer(nothing, [], Recipe(interval=JUDGED + 1), sharpening=nothing, replay_bytes=0)
 
 
 def test_learning_from_errors_learns_from_nothing_else() -> None:

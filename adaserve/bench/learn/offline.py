@@ -81,7 +81,6 @@ VARIANTS: Mapping[str, Variant] = {
     "hard": Variant(Recipe(loss="hard", rate=1e-4)),
     "no-average": Variant(Recipe(rate=3e-4, ema=0.0)),
     "interval-32": Variant(Recipe(interval=32)),
-    "interval-128": Variant(Recipe(interval=128)),
     "no-replay": Variant(Recipe(replayed=0.0)),
     "no-home": Variant(Recipe(home=0.0)),
     "top-32": Variant(top=True),
