@@ -82,6 +82,12 @@ def panel(title: str) -> Callable[..., Any]:
     return option
 
 
+def given(context: typer.Context) -> set[str]:
+    """The command's options that somebody gave, by their names as parameters."""
+    asked = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in asked.items() if source is not None and source.name != "DEFAULT"}
+
+
 def flags(text: str, option: str) -> tuple[str, ...]:
     """The words of an option that holds flags for another program. Raises BadParameter."""
     try:

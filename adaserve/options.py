@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve.commands import panel
+from adaserve.commands import given, panel
 
 about_drafts, about_costs, about_overload = map(
     panel, ("Drafts", "Speculation and its costs", "Overload and routers")
@@ -93,14 +93,13 @@ def settings(context: typer.Context) -> dict[str, Any]:
     from adaserve.config import AdaServeConfig
 
     of_environment = AdaServeConfig.load()
-    given = {
+    asked = given(context)
+    chosen = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in context.params.items()
-        if name in AdaServeConfig.model_fields
-        and (source := context.get_parameter_source(name)) is not None
-        and source.name != "DEFAULT"
+        if name in AdaServeConfig.model_fields and name in asked
     }
-    return of_environment.model_dump(include=of_environment.model_fields_set) | given
+    return of_environment.model_dump(include=of_environment.model_fields_set) | chosen
 
 
 def server_spec(

@@ -133,6 +133,23 @@ def test_no_update_is_of_more_requests_than_a_round_has() -> None:
         Trainer(nothing, [], Recipe(interval=JUDGED + 1), sharpening=nothing, replay_bytes=0)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--offline", "--loss", "reverse", "--at-once", "4"], "--offline has no use for --at-once, --loss:"),
+        (["--offline", "--classes", "chat"], "--offline has no use for --classes:"),
+        (["--variants", "lk"], "--variants are compared with --offline only"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(online, "run_learn", lambda *_: pytest.fail("it runs"))
+    monkeypatch.setattr(offline, "run_offline", lambda *_: pytest.fail("it runs"))
+    done = CliRunner().invoke(app, ["bench", "learn", *words], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and says in done.output, done.output
+
+
 def test_learning_from_errors_learns_from_nothing_else() -> None:
     folder = shipped_draft()
     made = [

@@ -9,9 +9,14 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import known, listed, results_folder, words
+from adaserve.commands import given, panel
+
+SERVED = "Not with --offline"
+_served = panel(SERVED)
 
 
 def bench_learn(
+    context: typer.Context,
     *,
     offline: Annotated[
         bool, typer.Option("--offline", help="Compare variants of the training, without a server.")
@@ -27,43 +32,28 @@ def bench_learn(
         ),
     ] = "cpp,json,law,cpp",
     requests: Annotated[int, typer.Option(min=8, help="Requests per part without a number.")] = 256,
-    block: Annotated[int, typer.Option(min=4, help="Requests per block; drafts take turns by blocks.")] = 32,
-    every: Annotated[int, typer.Option(min=1, help="Compare in every Nth block only.")] = 1,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens generated per request.")] = 96,
     temperature: Annotated[float, typer.Option(min=0, help="Temperature of all requests.")] = 0.8,
-    at_once: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
+    out: Annotated[Path, results_folder("learn")],
+    block: Annotated[int, _served("Requests per block; drafts take turns by blocks.", min=4)] = 32,
+    every: Annotated[int, _served("Compare in every Nth block only.", min=1)] = 1,
+    at_once: Annotated[int, _served("Concurrent requests.", min=1)] = 8,
     against: Annotated[
-        str,
-        typer.Option(
-            help="Compare with first (the original draft) or held (the learned draft, without learning)."
-        ),
+        str, _served("Compare with first (the original draft) or held (the learned draft, without learning).")
     ] = "first",
-    rest: Annotated[
-        float, typer.Option(min=0, help="Idle seconds per second of traffic, as spare capacity.")
-    ] = 0.0,
-    classes: Annotated[Any, listed(words, "SLO classes, which the requests take in turn.")] = "",
-    policy: Annotated[
-        str, typer.Option("--policy", help="Scheduling policy, as in `adaserve serve`.")
-    ] = "chain-4",
-    share: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Share of the requests to learn from, 0 to 1; not with --offline."),
-    ] = 1.0,
+    rest: Annotated[float, _served("Idle seconds per second of traffic, as spare capacity.", min=0)] = 0.0,
+    classes: Annotated[Any, _served("SLO classes, which the requests take in turn.", parser=words)] = "",
+    policy: Annotated[str, _served("Scheduling policy, as in `adaserve serve`.")] = "chain-4",
+    share: Annotated[float, _served("Share of the requests to learn from, 0 to 1.", min=0, max=1)] = 1.0,
     loss: Annotated[
-        str,
-        typer.Option(help="What training minimises: jsd, forward, reverse, lk or hard (docs/learning.md)."),
+        str, _served("What training minimises: jsd, forward, reverse, lk or hard (docs/learning.md).")
     ] = "jsd",
     nice: Annotated[
         int,
-        typer.Option(
-            min=0, max=19, help="Priority of the trainer, as in nice; at 19 it gets spare time only."
-        ),
+        _served("Priority of the trainer, as in nice; at 19 it gets spare time only.", min=0, max=19),
     ] = 19,
-    size: Annotated[
-        str, typer.Option(help="Parameters of the embedded target; not with --offline.")
-    ] = "100M",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
-    out: Annotated[Path, results_folder("learn")],
+    size: Annotated[str, _served("Parameters of the embedded target.")] = "100M",
 ) -> None:
     """Compare a draft that learns with one that does not, on the same texts, while the traffic shifts."""
     from adaserve.bench.learn.offline import VARIANTS, run_offline
@@ -73,6 +63,7 @@ def bench_learn(
     from adaserve.server import ServerSpec
     from adaserve.slo.classes import SLOConfig
 
+    _refuse_unused(context, offline)
     console = Console(stderr=True)
     parts = tuple(w.strip() for w in order.split(","))
     known("--against", (against,), ("first", "held"))
@@ -94,3 +85,12 @@ def bench_learn(
     else:
         spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy, **settings))
         run_learn(spec, plan, out, console)
+
+
+def _refuse_unused(context: typer.Context, offline: bool) -> None:
+    """Raises BadParameter on options that would change nothing."""
+    asked = [p for p in context.command.params if p.name in given(context)]
+    if offline and (unused := [p.opts[0] for p in asked if getattr(p, "rich_help_panel", "") == SERVED]):
+        raise typer.BadParameter(f"--offline has no use for {', '.join(unused)}: leave out one or the other")
+    if not offline and "variants" in given(context):
+        raise typer.BadParameter("--variants are compared with --offline only: give both")
