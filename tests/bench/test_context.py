@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from torch.nn import functional as fn
 from typer.testing import CliRunner
 
-from adaserve.bench.context.agreement import Agreement, TextPlan
+from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreement
 from adaserve.bench.context.report import Cell, Mode, rising_from, table, winner
 from adaserve.bench.context.run import VERIFIED, ContextPlan, best_cells, layout, run_context
 from adaserve.bench.context.simulated import simulate_context
@@ -21,7 +22,7 @@ from adaserve.engine.cpu import build
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.generate import Written
-from adaserve.pair.long import long_prompts, ranks, sparse_logits, tree_tokens
+from adaserve.pair.long import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import TinyLlama, rope, rotate
 from adaserve.pair.shape import Shape as PairShape
 from adaserve.scheduler.speedup import Speedup, rises
@@ -148,6 +149,14 @@ def test_a_step_reads_the_end_of_its_context() -> None:
     assert own.tolist() == [[30], [61]]
     assert plan.kv_indices.tolist() == [*range(20, 31), *range(51, 62)]
     assert plan.kv_indptr.tolist() == [0, 11, 22] and plan.qo_indptr.tolist() == [0, 1, 2]
+
+
+def test_texts_and_all_that_reads_them_move_the_bar() -> None:
+    bar, modes = Progress(disable=True), [Mode(False, 0), Mode(True, 32)]
+    folders = weights_folder() / "target", weights_folder() / "draft"
+    agreed = measure_agreement(*folders, modes, TextPlan(1, 64, 12, 0.8), [1], 2, bar)
+    (task,) = bar.tasks
+    assert task.finished and task.total == len(CATEGORIES) * 3 and len(agreed) == 2
 
 
 @needs_kernels

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from adaserve.bench.learn import offline, online
@@ -148,6 +149,18 @@ def test_what_would_change_nothing_is_refused(
     monkeypatch.setattr(offline, "run_offline", lambda *_: pytest.fail("it runs"))
     done = CliRunner().invoke(app, ["bench", "learn", *words], env={"COLUMNS": "200"})
     assert done.exit_code == 2 and says in done.output, done.output
+
+
+def test_all_that_takes_long_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing held-out texts, writing the stream, scoring the first draft: each takes a minute."""
+    monkeypatch.setattr(offline, "Writer", lambda _: SimpleNamespace(write=lambda *_, **__: []))
+    monkeypatch.setattr(offline, "_trainer", lambda _: SimpleNamespace(first=None))
+    monkeypatch.setattr(offline, "counts", lambda *_: np.zeros((1, 2)))
+    bar = Progress(disable=True)
+    study = offline._Study(LearnPlan(order=("law:96",)), bar)
+    assert [(t.total, t.finished) for t in bar.tasks] == [(2, True)], "of the domain and of home texts"
+    study._first_draft(VARIANTS["default"])
+    assert [(t.total, t.finished) for t in bar.tasks[1:]] == [(3, True), (3, True)]
 
 
 def test_learning_from_errors_learns_from_nothing_else() -> None:

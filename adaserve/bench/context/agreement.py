@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.progress import Progress
 from torch import Tensor
 
 from adaserve.bench.context.report import Mode
@@ -40,21 +41,31 @@ class Agreement:
 
 
 def measure_agreement(
-    target: Path, draft: Path, modes: list[Mode], plan: TextPlan, widths: Sequence[int], deepest: int
+    target: Path,
+    draft: Path,
+    modes: list[Mode],
+    plan: TextPlan,
+    widths: Sequence[int],
+    deepest: int,
+    bar: Progress,
 ) -> dict[str, Agreement]:
     """By the mode's name, of trees up to ``deepest`` levels."""
     tokenizer, models = load_tokenizer(target), {True: load_hf(target), False: load_hf(draft)}
     scale, spread = (float(v) for v in load_sharpening(draft).reading(plan.temperature))
     own = (1.0 / plan.temperature, 1.0) if plan.temperature else (1.0, 0.0)
     found: dict[str, list[Tensor]] = {mode.name: [] for mode in modes}
+    steps = len(CATEGORIES) * (1 + len(modes))
+    task = bar.add_task(f"held-out texts of {plan.length} tokens", total=steps)
     for category in CATEGORIES:
         prompts = long_prompts(tokenizer, category, plan.rows, plan.length)
         written = write(models[True], prompts, plan.new, plan.temperature, seed=plan.seed)
         noise = noise_of(written, models[True].shape.vocab)
+        bar.advance(task)
         for mode in modes:
             logits = sparse_logits(models[mode.is_self], written, mode.window, mode.sinks)
             reading = own if mode.is_self else (scale, spread)
             found[mode.name].append(ranks(logits, written, noise, *reading))
+            bar.advance(task)
     joined = {name: torch.cat(parts) for name, parts in found.items()}
     return {
         name: Agreement((r == 0).float().mean().item(), {w: tree_tokens(r, deepest, w) for w in widths})

@@ -141,18 +141,17 @@ def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
     """
     made = provenance()
     torch.set_num_threads(plan.threads)
-    console.print(f"acceptance on held-out texts of {plan.text.length} tokens", highlight=False)
     modes = plan.modes
     folders = weights_folder() / "target", weights_folder() / "draft"
-    agreed = measure_agreement(*folders, modes, plan.text, WIDTHS, DEEPEST)
     slots = max(plan.requests) * (max(plan.contexts) + max(VERIFIED))
     wide, slim = (_shape(folder) for folder in folders)
-    target = SyntheticCache(_kernel_shape(widened_shape(wide, Width())), plan.storage, slots)
-    draft = SyntheticCache(_kernel_shape(slim), plan.storage, slots)
     cases = [(n, c) for c in plan.contexts for n in plan.requests]
     cells: list[Cell] = []
     points: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}  # of the target, of the draft
     with progress(console) as bar:
+        agreed = measure_agreement(*folders, modes, plan.text, WIDTHS, DEEPEST, bar)
+        target = SyntheticCache(_kernel_shape(widened_shape(wide, Width())), plan.storage, slots)
+        draft = SyntheticCache(_kernel_shape(slim), plan.storage, slots)
         for n, context in bar.track(cases, description="requests x context"):
             every = in_turns(steps(target, draft, modes, n, context), plan.rounds)
             taken = {step: statistics.median(seconds) for step, seconds in every.items()}

@@ -133,7 +133,8 @@ class _Study:
         self._prompts = [texts[domain].take(JUDGED) for domain in self._domains]
         held_out = {d: Texts(d, plan.seed + 1, held_out=True).take(SCORED) for d in (*every, HOME)}
         self._held_out = {
-            d: self._writer.write(t, 1_000_000 + i) for i, (d, t) in enumerate(held_out.items())
+            d: self._writer.write(t, 1_000_000 + i)
+            for i, (d, t) in enumerate(bar.track(held_out.items(), description="writing held-out texts"))
         }
         self._written: dict[bool, list[list[Record]]] = {}
         self._first: dict[tuple[bool, float], tuple[np.ndarray, dict[str, np.ndarray]]] = {}
@@ -190,7 +191,8 @@ class _Study:
         kind = variant.mixed, variant.damage
         if kind not in self._first:
             trainer = _trainer(Variant(damage=variant.damage))
-            stream = [counts(trainer, trainer.first, of) for of in self._stream(variant.mixed)]
+            texts = self._bar.track(self._stream(variant.mixed), description="scoring the first draft")
+            stream = [counts(trainer, trainer.first, of) for of in texts]
             held_out = {d: counts(trainer, trainer.first, of) for d, of in self._held_out.items()}
             self._first[kind] = np.concatenate(stream), held_out
         return self._first[kind]
