@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from adaserve.lifetime import PARENT_ENV
 from adaserve.loadgen.config import BenchConfig, secret_headers
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
@@ -109,7 +110,13 @@ def _run_locust(
 ) -> int | None:
     """Its exit code; None when it was interrupted."""
     # Keys travel in the environment, not in the files that stay with the results.
-    environment = {**os.environ, COMMAND_VARIABLE: command_line(), HEADERS_VARIABLE: json.dumps(secrets)}
+    # Locust ends with this process: else nobody would see what loads the server after a closed terminal.
+    environment = {
+        **os.environ,
+        COMMAND_VARIABLE: command_line(),
+        HEADERS_VARIABLE: json.dumps(secrets),
+        PARENT_ENV: str(os.getpid()),
+    }
     with open(out / "locust.log", "w", encoding="utf-8") as log:
         # A session of its own: Ctrl-C reaches only this process, which then stops Locust in order.
         process = subprocess.Popen(

@@ -190,6 +190,27 @@ def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
     assert "killed" in (out / "summary.json").read_text()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+def test_the_load_ends_with_its_command(tmp_path: Path) -> None:
+    """A terminal that closes, a host without memory: nobody would see who goes on loading the server."""
+    out, processes = tmp_path / "r", 2
+    with running_fake(token_ms=5) as fake:
+        args = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
+        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
+        process = subprocess.Popen([*line, "--processes", str(processes)], stderr=subprocess.DEVNULL)
+        wait_for(lambda: finished(out) >= 20)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait(60)
+        alive = psutil.wait_procs(children, timeout=60)[1]
+        for child in alive:
+            child.kill()
+        served = len(fake.log())
+    assert len(children) > processes and not alive
+    assert served - len(list(iter_records(out))) <= 2 * processes
+    assert "interrupted" in (out / "summary.json").read_text()
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_folder_of_the_same_name_is_not_the_package(processes: int, tmp_path: Path) -> None:
     """As in a clone's root, where adaserve/ lacks the load generator. Locust looks there first."""
