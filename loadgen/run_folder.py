@@ -16,7 +16,7 @@ import numpy.typing as npt
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
 from adaserve.loadgen.results import is_amount, iter_records
 from adaserve.loadgen.verdicts import Verdicts, compare
-from adaserve.slo.metrics import RequestRecord, summarize
+from adaserve.slo.metrics import PLAYED, RequestRecord, summarize
 
 _STAMP = re.compile(r"^\d{8}T\d{6}Z-")
 _SEED = re.compile(r"[-_](seed|s)\d+$")
@@ -49,7 +49,8 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     if not records:
         raise LoadgenError(f"{folder}: requests.jsonl holds no requests")
     old = _summary_of_the_run(folder)
-    summary = summarize(records, old["warmup_s"])
+    played = {PLAYED: s} if is_amount(s := old.pop(PLAYED, None)) else None
+    summary = summarize(records, old["warmup_s"], played)
     if not summary["by_class"]:
         raise LoadgenError(
             f"{folder}: all {len(records)} requests lie in the warm-up of {old['warmup_s']:g} s"

@@ -25,7 +25,7 @@ from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.results import iter_records, provenance, write_summary
 from adaserve.loadgen.schedule import build_schedule, plan_figures
 from adaserve.server import ServerProcess
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.metrics import PLAYED, RequestRecord
 from adaserve.slo.trace import TraceRow, write_jsonl
 
 TURN_S = 10.0
@@ -66,6 +66,7 @@ class Turns:
         self.others = {name: OtherPrograms() for name in settings}
         self._records: dict[str, list[RequestRecord]] = {name: [] for name in settings}
         self._reasons: dict[str, list[str]] = {name: [] for name in settings}
+        self._played_s = dict.fromkeys(settings, 0.0)
         self._work = folder / "work"
         self._made = provenance()
 
@@ -103,8 +104,10 @@ class Turns:
         with self.others[name].watched():
             summary = run_bench(config, out, console=console, checked=True)
         refuse_what_ended_early(summary)
+        records = list(iter_records(out))
+        self._played_s[name] += max(piece.seconds, *(r.end_s or r.sent_s for r in records))
         self._reasons[name] += summary["invalid_reasons"]
-        self._records[name] += [moved(r, piece) for r in iter_records(out)]
+        self._records[name] += [moved(r, piece) for r in records]
 
     def _save(self, name: str) -> dict[str, Any]:
         """A folder as the load generator writes it, with the requests of all turns at their planned times."""
@@ -118,6 +121,7 @@ class Turns:
             **{k: self._made[k] for k in ("command", "git_sha")},
             **plan_figures(self.config, self.schedule),
             "turns": len(self.slices),
+            PLAYED: round(self._played_s[name], 6),
             "other_programs": round(self.others[name].share, 3),
         }
         return write_summary(out, 0.0, meta, self._reasons[name])

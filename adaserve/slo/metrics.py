@@ -42,6 +42,9 @@ NOT_JUDGED = frozenset({"client_disconnect", "interrupted"})
 
 NEVER_SENT = "not sent: an earlier turn of its conversation failed"
 """The error of such a turn, which is a miss."""
+PLAYED = "played_s"
+"""In a summary: how long requests took that were played in pieces, one piece after the other. The times of
+their records overlap."""
 PREDICTED = "tpot_predicted_ms"
 """In a server's verdict: the TPOT that it predicted at the arrival, if it did."""
 
@@ -261,12 +264,13 @@ def summarize(
 ) -> dict[str, Any]:
     """The ``summary.json`` of a run.
 
-    Requests scheduled before ``warmup_s`` are left out. ``meta`` (git_sha, seed, trace_sha256,
-    command, ...) is merged in. The run is ``valid`` when its dispatch lag was small, something was
-    sent and it was not interrupted; ``invalid_reasons`` says what was wrong."""
+    Requests scheduled before ``warmup_s`` are left out. ``meta`` (git_sha, seed, trace_sha256, ...) is
+    merged in, and a duration in it (``PLAYED``) is taken as it is. The run is ``valid`` when its dispatch lag
+    was small, something was sent and it was not interrupted; ``invalid_reasons`` says what was wrong."""
     everything = sorted(records, key=lambda r: r.scheduled_s)
     counted = [r for r in everything if r.scheduled_s >= warmup_s]
-    duration_s = run_duration_s(counted)
+    meta = meta or {}
+    duration_s = meta.get(PLAYED) or run_duration_s(counted)
     by_class: dict[str, list[RequestRecord]] = {}
     for r in counted:
         by_class.setdefault(r.slo_class, []).append(r)
@@ -286,7 +290,7 @@ def summarize(
         "tokens_guessed": sum(r.ok and r.token_source != "usage" for r in counted),
         "valid": not reasons,
         "invalid_reasons": reasons,
-        **(meta or {}),
+        **meta,
     }
 
 

@@ -15,6 +15,7 @@ from adaserve.bench import turns
 from adaserve.bench.demo import PLAIN, TEMPERATURE, _caption, _traffic
 from adaserve.bench.turns import Turns, cut
 from adaserve.loadgen.arrivals import Arrivals
+from adaserve.loadgen.bench import run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, Length
 from adaserve.loadgen.results import iter_records, provenance
 from adaserve.loadgen.run_folder import read_run
@@ -42,6 +43,15 @@ def test_every_request_is_served_once_under_each_setting(
     played: list[str] = []
     made = provenance()
     monkeypatch.setattr(turns, "provenance", lambda: {**made, "played_before": len(played)})
+    taken_s = {"fast": 0.0, "slow": 0.0}
+
+    def timed(*given: Any, **more: Any) -> dict[str, Any]:
+        summary = run_bench(*given, **more)
+        last_s = max(r.end_s for r in iter_records(given[1]) if r.end_s)
+        taken_s[played[-1]] += max(given[0].duration_s, last_s)
+        return summary
+
+    monkeypatch.setattr(turns, "run_bench", timed)
     with running_fake() as fake:
 
         def switch(name: str, token_ms: float) -> None:
@@ -70,6 +80,13 @@ def test_every_request_is_served_once_under_each_setting(
         assert all(r.first_token_s is not None and r.first_token_s > r.scheduled_s for r in records)
         run = read_run(tmp_path / name)
         assert run.summary["unsent"] == run.env["played_before"] == 0, "time and commit are of the start"
+        for told in (
+            summary,
+            run.summary,
+        ):  # of table and page: no slice begins before the answers of the last
+            assert told["duration"] == pytest.approx(taken_s[name], abs=1e-5)
+            assert told["output_throughput"] == pytest.approx(8 * 15 / taken_s[name], abs=1e-3)
+            assert told["by_class"]["chat"]["token_goodput"] == told["output_throughput"] * attained
     assert {p.name for p in tmp_path.iterdir()} == {"fast", "slow", "schedule.jsonl"}
 
 
