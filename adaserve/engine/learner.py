@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adaserve.config import AdaServeConfig
 from adaserve.engine.cpu.swap import Weights, exchange, prepared, served
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.state import RequestState
 from adaserve.engine.tap import Tap
 from adaserve.engine.trainer_link import TrainerLink, bytes_of
-from adaserve.learning.draft import checked
+from adaserve.learning.draft import File, checked
 from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress
 from adaserve.learning.versions import DamagedError, Versions
 from adaserve.sharpening import DraftSharpening
@@ -45,8 +47,7 @@ class _Offer:
     """A candidate that is made ready beside the iterations."""
 
     candidate: Candidate
-    file: bytes  # safetensors
-    ready: Future[Weights]
+    ready: Future[tuple[Weights, File]]
 
 
 class Learner:
@@ -81,7 +82,7 @@ class Learner:
         self._first = self._serving()
         self._learned: _Draft | None = None  # while the first draft serves instead
         self._held = False
-        self._present: tuple[Candidate, bytes] | None = None  # for a trainer that starts again
+        self._present: tuple[Candidate, File] | None = None  # for a trainer that starts again
         self._offer: _Offer | None = None
         self._helper = ThreadPoolExecutor(1, "adaserve-draft")
         self.state = DraftLearning(trainer="starting")
@@ -128,8 +129,8 @@ class Learner:
             self._judged(message)
         elif isinstance(message, Candidate):
             assert self.link.weights is not None
-            file = bytes(self.link.weights[: message.size])
-            self._offer = _Offer(message, file, self._helper.submit(self._prepared, file))
+            shared = np.frombuffer(self.link.weights, np.uint8)[: message.size]
+            self._offer = _Offer(message, self._helper.submit(self._prepared, shared))
 
     def _judged(self, message: Progress) -> None:
         state = self.state
@@ -146,16 +147,19 @@ class Learner:
             *scores, message.verdict,
         )  # fmt: skip
 
-    def _prepared(self, file: bytes) -> Weights:
-        """Beside the iterations, since reading and packing take tens of milliseconds."""
-        return prepared(self._model, checked(file, self.tensors))
+    def _prepared(self, shared: File) -> tuple[Weights, File]:
+        """Beside the iterations, which this does not stop. The trainer leaves the memory as it is until it
+        has its answer, and the array keeps it where the trainer is gone."""
+        file = shared.copy()  # by numpy, which lets other threads run: copies by Python itself stop them
+        return prepared(self._model, checked(file, self.tensors)), file
 
     def _swap(self, offer: _Offer) -> None:
         self._offer, candidate = None, offer.candidate
         start_s = time.perf_counter()
         try:
             sharpening = self._first.sharpening.corrected(candidate.correction)
-            draft = _Draft(offer.ready.result(), sharpening)
+            weights, file = offer.ready.result()
+            draft = _Draft(weights, sharpening)
         except Exception as error:  # the present draft was only read, so nothing is wrong with that one
             self.state.rejected += 1
             logger.warning("AdaServe: a new draft was dropped, the present one stays: %r", error)
@@ -165,7 +169,7 @@ class Learner:
             self._exchange(draft)
         else:
             self._learned = draft
-        self._present = candidate, offer.file
+        self._present = candidate, file
         self.state.swaps += 1
         self.state.swap_ms = (time.perf_counter() - start_s) * 1e3
         logger.info(

@@ -20,6 +20,7 @@ import msgspec
 import psutil
 
 from adaserve.config import AdaServeConfig
+from adaserve.learning.draft import File
 from adaserve.learning.messages import Alive, Candidate, Load, Message, Settings, line, receive, send
 from adaserve.learning.shared import Ring, allocate, memory, shares
 from adaserve.lifetime import PARENT_ENV
@@ -74,7 +75,7 @@ class TrainerLink:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def look(self, busy: bool, now_s: float, served: tuple[Candidate, bytes] | None) -> list[Message]:
+    def look(self, busy: bool, now_s: float, served: tuple[Candidate, File] | None) -> list[Message]:
         """What the trainer has said since. ``served``: the draft that a new one starts from, None for the
         checkpoint's."""
         if self._connection is None:
@@ -125,7 +126,7 @@ class TrainerLink:
                 said.append(message)
         return said
 
-    def _start(self, served: tuple[Candidate, bytes] | None) -> None:
+    def _start(self, served: tuple[Candidate, File] | None) -> None:
         """Raises OSError where the host has no process, memory or descriptor to spare."""
         config = self._config
         with ExitStack() as opened:  # until they are mapped here, and inherited there
@@ -134,7 +135,7 @@ class TrainerLink:
             ours, theirs = map(opened.enter_context, line())
             shared = memory(weights)
             if served is not None:
-                shared[: len(served[1])] = served[1]
+                shared[: len(served[1])] = served[1].data
             settings = Settings(
                 self._folder, config.learn_loss, config.learn_rate, config.learn_memory_mb,
                 config.learn_folder, ring, weights, theirs.fileno(), self._target,

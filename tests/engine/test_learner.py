@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from adaserve.engine.learner import Learner, _Offer
+from adaserve.learning.draft import to_bytes
 from adaserve.learning.messages import Answer, Candidate, Progress
 from adaserve.sharpening import Correction, DraftSharpening
 from adaserve.slo.events import DraftLearning
@@ -32,7 +35,7 @@ def test_what_is_wrong_with_a_candidate_ends_nothing(
     learner.state, learner.link = DraftLearning(trainer="running"), SimpleNamespace(say=said.append)
     learner._first = SimpleNamespace(sharpening=DraftSharpening((0.0, 1.0), (0.5, 1.0)))
     monkeypatch.setattr(learner, "_exchange", lambda _: pytest.fail("it is served"))
-    learner._swap(_Offer(Candidate(7, 0, 1.5, 1.4, correction), b"", ready))
+    learner._swap(_Offer(Candidate(7, 0, 1.5, 1.4, correction), ready))
     assert said == [Answer(7, taken=False)]
     assert learner.state.rejected == 1 and learner.state.swaps == 0
 
@@ -53,3 +56,24 @@ def test_what_a_trainer_has_learned_counts_after_its_end() -> None:
             said.append(Progress(1.0, 1.0, 1.0, "undecided", {}, counts[0], 10 * counts[0], counts[1]))
         learner.look([], float(now_s))
     assert (learner.state.requests, learner.state.tokens, learner.state.updates) == (192, 1920, 13)
+
+
+def test_a_candidate_is_read_beside_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No byte of it is copied between two of them, and none is missed when the trainer has its answer."""
+    state = {"w": torch.arange(6.0).reshape(2, 3), "d2t": torch.tensor([1, 2]), "t2d": torch.ones(3).bool()}
+    file = to_bytes(state)
+    shared = mmap.mmap(-1, len(file) + 100)
+    later: list[Any] = []
+    learner: Any = Learner.__new__(Learner)
+    learner.link = SimpleNamespace(weights=shared, say=lambda _: None)
+    learner._helper = SimpleNamespace(submit=lambda *call: later.append(call))
+    learner._model, learner.tensors = None, {n: (str(t.dtype)[6:], tuple(t.shape)) for n, t in state.items()}
+    monkeypatch.setattr("adaserve.engine.learner.prepared", lambda _, tensors: tensors)
+    learner.take_in(Candidate(7, len(file), 1.5, 1.4, Correction()))
+    shared[: len(file)] = file  # nothing has read it yet
+    learner.link.weights = None  # the trainer is gone
+    ((read, *words),) = later
+    tensors, kept = read(*words)
+    shared[: len(file)] = bytes(len(file))  # by the trainer's next candidate
+    assert bytes(kept) == file, "for a trainer that starts again"
+    assert all(torch.equal(tensors[name], t) and tensors[name].dtype == t.dtype for name, t in state.items())

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_a_trainer_that_died_starts_again_from_the_draft_that_serves(link: Train
     while link.ring is not None:
         assert time.monotonic() < end, "nobody noticed"
         link.look(False, 0.0, None)
-    link.look(False, 0.0, (Candidate(1, 7, 1.5, 1.4, Correction()), b"weights"))
+    link.look(False, 0.0, (Candidate(1, 7, 1.5, 1.4, Correction()), np.frombuffer(b"weights", np.uint8)))
     assert link.pid != first and link.ring is not ring
     assert link.weights is not None and link.weights[:7] == b"weights"
 
