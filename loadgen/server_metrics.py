@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve.loadgen.config import Endpoint
-from adaserve.loadgen.plain_http import open_url
+from adaserve.loadgen.plain_http import ERRORS, open_url
 
 REQUESTS = "adaserve:slo_requests_total"
 DRAFT_ACCEPTED = "adaserve:draft_accepted"
@@ -30,7 +30,7 @@ def scrape(server: Endpoint) -> Samples:
     try:
         with open_url(server, "/metrics", 5) as response:
             return parse_metrics(response.read().decode("utf-8", "replace"))
-    except (OSError, ValueError):
+    except ERRORS:
         return {}
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from adaserve.loadgen.server_metrics import learning, parse_metrics
+import socket
+import threading
+
+from adaserve.loadgen.config import Endpoint
+from adaserve.loadgen.server_metrics import learning, parse_metrics, scrape
 
 METRICS = """
 adaserve:draft_accepted{draft="present",slo_class="chat",model_name="m"} 1.5
@@ -14,3 +18,18 @@ adaserve:draft_swaps 3
 def test_what_drafts_that_learn_gain_is_found() -> None:
     assert learning(parse_metrics(METRICS)) == {"chat": {"present": 1.5, "first": 1.25}}
     assert learning(parse_metrics("adaserve:draft_swaps 0\n")) is None
+
+
+def test_an_answer_that_breaks_off_is_no_answer() -> None:
+    """A server that ends at the end of a run: the records are there, and the run counts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as asked:
+                asked.recv(4096)
+                asked.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nadaserve:draft_swaps 3\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert scrape(Endpoint(url=f"http://127.0.0.1:{server.getsockname()[1]}")) == {}
+        thread.join()
