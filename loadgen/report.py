@@ -191,11 +191,12 @@ def _timeline(group: Group, names: Sequence[str], number: int, single: bool) -> 
     ax.set(xlabel="planned time (s)", ylabel="attainment", xlim=(0, end), ylim=(0, 1.02))
     figures.percent(ax.yaxis)
     figures.legend(figure, ax, columns=4)
+    of_run = f" Of {run.folder.name}, the first of {len(group.runs)} runs." if len(group.runs) > 1 else ""
     return Chart(
         "timeline" if single else f"timeline-{number + 1}",
         "Timeline" if single else f"Timeline of {group.label}",
         figure,
-        f"Slices of {width:.1f} s. Arrivals: 100% = {peak / width:.2f} requests/s.",
+        f"Slices of {width:.1f} s. Arrivals: 100% = {peak / width:.2f} requests/s.{of_run}",
     )
 
 

@@ -360,8 +360,11 @@ def test_seeds_need_not_have_the_same_classes(tmp_path: Path) -> None:
         (folder / "requests.jsonl").write_text(
             told(record(id="1", slo_class=name), 10.0, True).to_json() + "\n"
         )
-    page = write_report([read_run(p) for p in sorted(tmp_path.iterdir())], tmp_path / "out", png=False)
-    assert "priced: 2 seeds" in page.read_text()
+    runs = [read_run(p) for p in sorted(tmp_path.iterdir())]
+    page = write_report(runs, tmp_path / "out", png=False).read_text()
+    assert "priced: 2 seeds" in page and "Of priced-seed0, the first of 2 runs." in page
+    alone = write_report(runs[:1], tmp_path / "alone", png=False).read_text()
+    assert "the first of" not in alone and "all requests but those that their client ended" in alone
 
 
 def test_seeds_are_one_sample_for_percentiles_and_no_proof_where_they_agree(tmp_path: Path) -> None:

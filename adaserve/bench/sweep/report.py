@@ -188,7 +188,7 @@ def _intro(results: Results) -> str:
         f"Baseline {head['baseline_ms']:.2f} ms per token{_rounds(head, 'baseline_ms')}: one request, plain",
         "decoding, seen by its client.",
         f"Load 1 is {head['capacity_rps']:.2f} requests/s{_rounds(head, 'capacity_rps')}: what plain",
-        "decoding serves here when 16 requests run at any time.",
+        "decoding serves here of 64 requests, at most 16 at a time.",
         "A request attains when it meets **both SLOs**.",
         f"TPOT: {listed} (first point). TTFT: {rules}; the prefill of a prompt takes",
         f"{prefill['fixed_ms']:.1f} ms + {prefill['per_token_ms']:.2f} ms per token on the idle host.",

@@ -141,7 +141,7 @@ def unloaded(
 
 
 def saturated_rps(server: ServerProcess, asks: Sequence[Ask]) -> float:
-    """Requests/s that are served when enough of them wait at any time."""
+    """Requests/s of which at most ``CAPACITY_RUNNING`` run at a time: towards the end fewer do."""
     start_s = time.perf_counter()
     send(server.url, asks, CAPACITY_RUNNING)
     return len(asks) / (time.perf_counter() - start_s)
