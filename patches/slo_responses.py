@@ -2,8 +2,8 @@
 
 Why: SGLang's output carries fields of its own choice. The streamer class is its documented place
 for more; ``/generate`` then shows them in ``meta_info``. The OpenAI routes drop ``meta_info``, so
-they get the same object as ``metadata.slo``: in the response, or in the final usage chunk of a stream
-that asked for one.
+completions and chat get the same object as ``metadata.slo``: in the response, or in the final usage chunk of
+a stream that asked for one. Of several answers they get one report, which holds each one's own.
 
 A request's TTFT counts from its arrival at the HTTP process. That time stays there unless it is put into the
 state that travels to the scheduler, as SGLang's own comment at that place proposes; without it a request that
@@ -18,7 +18,7 @@ have one ``perf_counter``.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -29,20 +29,27 @@ from adaserve.patches.served_worker import worker_of
 
 KEY = "slo"
 
+Report = dict[str, Any]
+"""Of one answer, as ``SLOLedger.close`` makes it."""
+
 
 def register() -> None:
     hook("sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class", _streamer_class, HookType.AFTER)
-    hook("sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata", _metadata, HookType.AFTER)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
     hook(manager, _remember, HookType.AFTER)
     openai = "sglang.srt.entrypoints.openai"
-    completions = f"{openai}.serving_completions.OpenAIServingCompletion._generate_completion_stream"
+    completions = f"{openai}.serving_completions.OpenAIServingCompletion"
+    chat = f"{openai}.serving_chat.OpenAIServingChat"
     times = "sglang.srt.observability.req_time_stats"
     for sender in ("APIServerReqTimeStats", "DPControllerReqTimeStats"):
         hook(f"{times}.{sender}.__getstate__", _arrival, HookType.AFTER)
     hook(f"{times}.convert_time_cross_thread", as_it_is, HookType.AROUND)
-    hook(completions, _stream, HookType.AROUND)
-    hook(f"{openai}.serving_chat.OpenAIServingChat._generate_chat_stream", _stream, HookType.AROUND)
+    for whole, stream in (
+        (f"{completions}._build_completion_response", f"{completions}._generate_completion_stream"),
+        (f"{chat}._build_chat_response", f"{chat}._generate_chat_stream"),
+    ):
+        hook(whole, _whole, HookType.AFTER)
+        hook(stream, _stream, HookType.AROUND)
 
 
 def _streamer_class(base: type, scheduler: Any) -> type | None:
@@ -78,40 +85,58 @@ def as_it_is(original: Callable[..., float], time_value: float, *differences: fl
     return original(time_value, *differences)
 
 
-def _metadata(result: dict[str, Any], meta_info: dict[str, Any]) -> dict[str, Any]:
-    return {**result, KEY: meta_info[KEY]} if meta_info.get(KEY) else result
+def of_all(reports: Sequence[Report | None]) -> Report | None:
+    """What is said of a request with these answers; None stands for one that did not finish.
+
+    Of several answers: whether all met their SLOs, and each one's own report. The other fields are those of
+    the slowest answer, of the answers that missed if there are any."""
+    known = [report for report in reports if report]
+    if len(reports) < 2 or not known:
+        return known[0] if known else None
+    worst = max(known, key=lambda report: (not report["met"], report["tpot_ms"] or 0.0))
+    met = len(known) == len(reports) and all(report["met"] for report in known)
+    return {**worst, "met": met, "answers": list(reports)}
 
 
 def _remember(outputs: AsyncIterator[Any], self: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-    """Takes the report out of the list that SGLang carries it in, and keeps the last one on the request
-    object, where the OpenAI streams below find it."""
+    """Takes the report out of the list that SGLang carries it in, and keeps those of all answers on the
+    request object, by index, where the OpenAI streams below find them."""
 
     async def watched() -> AsyncIterator[Any]:
+        reports: dict[int, Report | None] = {}
         async for out in outputs:
-            for one in out if isinstance(out, list) else [out]:
-                carried = one["meta_info"].pop(KEY, None) if isinstance(one, dict) else None
-                if carried:
-                    one["meta_info"][KEY] = obj.adaserve_slo = (
-                        carried[0] if isinstance(carried, list) else carried
-                    )
+            for place, one in enumerate(out if isinstance(out, list) else [out]):
+                if isinstance(one, dict):
+                    carried = one["meta_info"].pop(KEY, None) or None
+                    report = carried[0] if isinstance(carried, list) else carried
+                    reports[one.get("index", place)] = report
+                    if report is not None:
+                        one["meta_info"][KEY], obj.adaserve_slo = report, reports
             yield out
 
     return watched()
+
+
+def _whole(response: Any, self: Any, request: Any, ret: list[dict[str, Any]], *_: Any) -> None:
+    """``response``: completions or chat, or the error that was made of an answer that cannot be read."""
+    report = of_all([answer["meta_info"].get(KEY) for answer in ret])
+    if report is not None and isinstance(metadata := getattr(response, "metadata", None), dict):
+        metadata[KEY] = report
 
 
 async def _stream(
     original: Callable[..., AsyncIterator[str]], self: Any, adapted: Any, request: Any, raw_request: Any
 ) -> AsyncIterator[str]:
     async for event in original(self, adapted, request, raw_request):
-        report = getattr(adapted, "adaserve_slo", None)
-        yield _with_report(event, report) if report is not None and '"usage":{' in event else event
+        reports = getattr(adapted, "adaserve_slo", {})
+        yield _with_report(event, reports) if reports and '"usage":{' in event else event
 
 
-def _with_report(event: str, report: dict[str, Any]) -> str:
+def _with_report(event: str, reports: dict[int, Report | None]) -> str:
     """Adds the report to the usage chunk (the one without choices); other chunks stay as they are."""
     prefix, _, data = event.partition("data: ")
     chunk = json.loads(data)
     if chunk.get("choices"):
         return event
-    chunk["metadata"] = {KEY: report}
+    chunk["metadata"] = {KEY: of_all([report for _, report in sorted(reports.items())])}
     return f"{prefix}data: {json.dumps(chunk)}\n\n"

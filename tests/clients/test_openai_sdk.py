@@ -88,6 +88,23 @@ def test_several_choices(client: Any) -> None:
     assert answer.usage.completion_tokens == 36
 
 
+@pytest.mark.parametrize("tpot_ms", [0.1, 60_000])
+def test_several_choices_met_their_slo_if_each_did(client: Any, tpot_ms: float) -> None:
+    headers = {"x-slo-tpot-ms": str(tpot_ms)}
+    common: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "extra_body": FULL, "extra_headers": headers}
+    ways = (
+        (client.completions, {"prompt": [PROMPT, "import os"], "n": 2}, 4),
+        (client.chat.completions, {"messages": MESSAGES, "n": 2}, 2),
+    )
+    for route, asked, answers in ways:
+        whole = route.create(**common, **asked)
+        *_, last = route.create(**common, **asked, stream=True, stream_options={"include_usage": True})
+        for told in (whole.metadata["slo"], last.metadata["slo"]):
+            assert [one["met"] for one in told["answers"]] == [tpot_ms == 60_000] * answers
+            assert told["met"] is (tpot_ms == 60_000) and "answers" not in told["answers"][0]
+            assert told["tpot_ms"] == max(one["tpot_ms"] for one in told["answers"])
+
+
 def test_logprobs(client: Any) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=10, temperature=0, logprobs=3, extra_body=FULL

@@ -52,6 +52,10 @@ TARGETS = {
     f"{OPENAI}.serving_chat.OpenAIServingChat._generate_chat_stream": [
         "self", "adapted_request", "request", "raw_request",
     ],
+    f"{OPENAI}.serving_completions.OpenAIServingCompletion._build_completion_response": [
+        "self", "request", "ret",
+    ],
+    f"{OPENAI}.serving_chat.OpenAIServingChat._build_chat_response": ["self", "request", "ret"],
     "sglang.srt.entrypoints.http_server.serve_generate_request": ["obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.generate_request": ["self", "obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_batch_output": ["self", "recv_obj"],
@@ -140,7 +144,6 @@ TARGETS = {
     f"{MANAGERS}.schedule_policy.PrefillAdder.add_one_req": [
         "self", "req", "has_chunked_req", "truncation_align_size",
     ],
-    "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata": ["meta_info"],
     "sglang.srt.observability.req_time_stats.APIServerReqTimeStats.__getstate__": ["self"],
     "sglang.srt.observability.req_time_stats.DPControllerReqTimeStats.__getstate__": ["self"],
     "sglang.srt.observability.req_time_stats.convert_time_cross_thread": [
