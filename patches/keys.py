@@ -6,6 +6,10 @@ watermarks) shows where the others belong.
 
 SGLang compares keys as texts, which Python does for ASCII alone. So whoever sent ``Bearer é`` to a server
 with a key got 500, and the log a traceback.
+
+``/health``, ``/ready`` and ``/metrics`` need no key, with all that begins like them. With --fastapi-root-path
+SGLang looks for them at the beginning of the prefix: below ``/llm`` they asked for a key, and below
+``/health-ai`` no route did.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ def register() -> None:
     core = "sglang.srt.sampling.watermarking.core"
     hook(f"{core}.redact_watermark_secrets", _hide, HookType.AROUND)
     hook(f"{core}.redact_watermark_command_line", _hide_in_command, HookType.AROUND)
-    hook("sglang.srt.utils.auth.decide_request_auth", _ascii_only, HookType.AROUND)
+    hook("sglang.srt.utils.auth.decide_request_auth", _decide, HookType.AROUND)
 
 
 def _hide(original: Callable[..., Any], value: Any, **more: Any) -> Any:
@@ -40,7 +44,10 @@ def _hide_in_command(original: Callable[..., str], argv: Sequence[str], *rest: A
     return original(list(without_secrets(argv)), *rest, **more)
 
 
-def _ascii_only(original: Callable[..., Any], *, authorization_header: str | None, **more: Any) -> Any:
+def _decide(original: Callable[..., Any], *, path: str, authorization_header: str | None, **more: Any) -> Any:
+    from sglang.srt.runtime_context import get_serving
+
+    path = path.removeprefix(get_serving().fastapi_root_path)
     if authorization_header is not None and not authorization_header.isascii():
         authorization_header = None
-    return original(authorization_header=authorization_header, **more)
+    return original(path=path, authorization_header=authorization_header, **more)

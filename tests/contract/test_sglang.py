@@ -274,6 +274,7 @@ MEMBERS = [
     "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES",
     "sglang.srt.arg_groups.choices.DRAFT_ATTENTION_BACKEND_CHOICES",
     "sglang.srt.runtime_context.get_schedule",
+    "sglang.srt.runtime_context.get_serving",
     "sglang.srt.runtime_context.get_spec",
     "sglang.srt.session.session_controller.SessionReqNode.abort",
     "sglang.srt.platforms.device_mixin.PlatformEnum.OOT",

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.sampling.watermarking.core import redact_watermark_command_line, redact_watermark_secrets
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
-from adaserve.patches.keys import _ascii_only, _hide, _hide_in_command
+from adaserve.patches.keys import _decide, _hide, _hide_in_command
 
 
-def decided(header: str | None) -> Any:
-    return _ascii_only(
+@pytest.fixture(autouse=True)
+def prefix(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """How the server was started."""
+    serving = SimpleNamespace(fastapi_root_path="")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_serving", lambda: serving)
+    return serving
+
+
+def decided(
+    header: str | None, path: str = "/generate", level: AuthLevel = AuthLevel.NORMAL, admin: str | None = None
+) -> Any:
+    return _decide(
         inspect.unwrap(decide_request_auth),
         method="POST",
-        path="/generate",
+        path=path,
         authorization_header=header,
         api_key="secret",
-        admin_api_key=None,
-        auth_level=AuthLevel.NORMAL,
+        admin_api_key=admin,
+        auth_level=level,
     )
 
 
@@ -34,6 +45,19 @@ def test_a_wrong_key_gets_401(header: str | None) -> None:
 
 def test_the_right_one_is_let_in() -> None:
     assert decided("Bearer secret").allowed
+
+
+@pytest.mark.parametrize("root", ["", "/llm", "/health-ai", "/metrics-llm", "/ready-to-use", "/llm/"])
+def test_a_prefix_changes_nothing_about_who_needs_a_key(root: str, prefix: SimpleNamespace) -> None:
+    """uvicorn puts it before every path."""
+    prefix.fastapi_root_path = root
+    for path in ("/generate", "/v1/models", "/server_info"):
+        assert not decided(None, root + path).allowed
+        assert decided("Bearer secret", root + path).allowed
+    for path in ("/flush_cache", "/freeze_gc"):
+        assert not decided(None, root + path, AuthLevel.ADMIN_OPTIONAL, "root").allowed
+    for path in ("/health", "/health_generate", "/metrics", "/metrics/"):
+        assert decided(None, root + path).allowed
 
 
 def test_what_a_server_says_about_itself_holds_no_key() -> None:
