@@ -37,6 +37,7 @@ from adaserve.options import (
     PolicyName,
     SecondDraft,
     Size,
+    TakesConfig,
     Weights,
     Window,
     about_costs,
@@ -92,7 +93,7 @@ def _require(
         fail(f"adaserve {context.invoked_subcommand} needs {name}: pip install 'adaserve[bench]'")
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=TakesConfig, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
     *,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from adaserve.commands import given, panel
+from adaserve.commands import fail, given, panel
 
 about_drafts, about_costs, about_overload = map(
     panel, ("Drafts", "Speculation and its costs", "Overload and routers")
@@ -123,3 +126,36 @@ def server_spec(
         drafts = "suffix" if model is not None and draft is None else "model"
     config = AdaServeConfig(drafts=drafts, **settings)
     return ServerSpec(model, draft, size, host, port, config, extra)
+
+
+class TakesConfig(TyperCommand):
+    """A command that accepts SGLang's flags, its ``--config FILE`` included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_config(args))
+
+
+def with_config(words: Sequence[str]) -> list[str]:
+    """These words of a command line, and before them those that stand in the file of their ``--config``.
+
+    So does SGLang: of what is said twice, the last counts. But what `adaserve serve` adds to its command line
+    would then win over the file.
+    """
+    apart = [w for word in words for w in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    if "--config" not in apart:
+        return apart
+    import yaml
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    from adaserve.patches.flags import add_flags
+
+    # Where our plugin is loaded, SGLang has added our flags already.
+    parser = argparse.ArgumentParser(conflict_handler="resolve")
+    ServerArgs.add_cli_args(parser)
+    add_flags(None, parser)
+    try:
+        merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(apart)
+    except (ValueError, yaml.YAMLError) as error:
+        fail(f"--config: {' '.join(str(error).split())}")
+    return merged

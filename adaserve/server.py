@@ -81,6 +81,11 @@ class ServerSpec:
     algorithm: str | None = "ADASERVE"  # of SGLang's speculation; None = SGLang without any
 
     def __post_init__(self) -> None:
+        if "--config" in self._given:
+            raise ServerError(
+                "--config: the flags that are added here for SGLang would win over that file: give its "
+                "settings as flags, or use `adaserve serve`"
+            )
         for path in (self.model, self.draft):
             if path is not None and (why := why_no_model(path)) is not None:
                 raise ServerError(why)

@@ -17,11 +17,12 @@ from adaserve.patches import hook
 
 
 def register() -> None:
-    hook("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flags, HookType.AFTER)
+    hook("sglang.srt.server_args.ServerArgs.add_cli_args", add_flags, HookType.AFTER)
     hook("sglang.srt.server_args.ServerArgs.from_cli_args", _export_flags, HookType.BEFORE)
 
 
-def _add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
+def add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for every setting. Those that are not given are None."""
     # A wrong flag would be answered with a usage of hundreds of lines.
     parser.usage = "%(prog)s [options]; --help lists them"
     group = parser.add_argument_group("AdaServe", "with --speculative-algorithm ADASERVE")
@@ -31,8 +32,8 @@ def _add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
             group.add_argument(
                 "--adaserve-" + name.replace("_", "-"),
                 dest="adaserve_" + name,
-                action="store_const",
-                const=True,
+                action="store_true",
+                default=None,
                 help=field.description,
             )
             continue

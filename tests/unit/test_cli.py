@@ -331,6 +331,64 @@ print(*loaded("torch", "sglang", "transformers"))
     assert done.stdout.split() == []
 
 
+@pytest.fixture
+def sglang() -> None:
+    """Imported while the environment is the process's own."""
+    import sglang.srt.server_args  # noqa: F401
+
+
+CONFIG_FILE = """
+model-path: m
+speculative-draft-model-path: d
+host: 0.0.0.0
+port: 31000
+dtype: bfloat16
+disable-radix-cache: true
+skip-tokenizer-init: false
+adaserve-shed: true
+"""
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_file_of_flags_says_what_is_served(
+    joined: bool, sglang: None, started: list[list[str]], tmp_path: Path
+) -> None:
+    """Nothing that we add wins over it, and the command line does."""
+    path = tmp_path / "flags.yaml"
+    path.write_text(CONFIG_FILE)
+    given = [f"--config={path}"] if joined else ["--config", str(path)]
+    for more, port, dtype in ((), "31000", "bfloat16"), (("--port", "5", "--dtype=half"), "5", "half"):
+        result = CliRunner().invoke(app, ["serve", *more, *given])
+        assert result.exit_code == 0, result.output
+        command = [part for word in started.pop() for part in word.split("=")]
+        assert [command[command.index(flag) + 1] for flag in ("--model-path", "--host", "--port")] == [
+            "m", "0.0.0.0", port
+        ]  # fmt: skip
+        assert command[command.index("--speculative-draft-model-path") + 1] == "d"
+        assert {"--disable-radix-cache", "--adaserve-shed"} <= set(command)
+        assert not {"--config", "--skip-tokenizer-init", "adaserve-embedded", "float32"} & set(command)
+        assert command[len(command) - command[::-1].index("--dtype")] == dtype, "the last one counts"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("gone.yaml", None, "Config file not found"),
+        ("flags.json", "{}", "must be YAML format"),
+        ("flags.yaml", "a: {b", "while parsing a flow mapping"),
+        ("flags.yaml", "- a", "must contain a dictionary"),
+    ],
+)
+def test_a_file_of_flags_that_cannot_be_read_is_refused(
+    name: str, text: str | None, says: str, sglang: None, started: list[list[str]], tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / name)])
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
+    assert result.exit_code == 2 and line.startswith("error: --config: ") and says in line and not started
+
+
 @pytest.mark.parametrize("model", ["--model-path", "--model"])
 @pytest.mark.parametrize("draft", ["--draft-model-path", "--speculative-draft-model-path"])
 def test_sglangs_names_of_the_models(model: str, draft: str, started: list[list[str]]) -> None:

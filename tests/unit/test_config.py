@@ -124,7 +124,7 @@ def parse(*words: str) -> argparse.Namespace:
     from adaserve.patches import flags
 
     parser = argparse.ArgumentParser()
-    flags._add_flags(None, parser)
+    flags.add_flags(None, parser)
     return parser.parse_args(words)
 
 

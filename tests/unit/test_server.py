@@ -168,6 +168,12 @@ def test_models_that_do_not_fit_the_drafts(
         ServerSpec(model, draft, config=AdaServeConfig(drafts=drafts))
 
 
+@pytest.mark.parametrize("words", [("--config", "flags.yaml"), ("--config=flags.yaml",)])
+def test_a_file_of_flags_would_lose_against_ours(words: tuple[str, ...]) -> None:
+    with pytest.raises(ServerError, match="give its settings as flags, or use `adaserve serve`"):
+        ServerSpec("m", "d", extra=words)
+
+
 def test_a_model_alone_is_served_without_a_draft() -> None:
     command = ServerSpec("m", config=AdaServeConfig(drafts="suffix")).command()
     assert "--speculative-draft-model-path" not in command and "m" in command
