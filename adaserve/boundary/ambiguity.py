@@ -59,12 +59,14 @@ def require_few_ways(name: str, expression: str, effort: Effort) -> int:
     long to find out. All sets of places that some text leads to are visited, as when a deterministic
     automaton is made (Rabin and Scott 1959).
     """
+    automaton = _Automaton(name)
     try:
         pattern = regex_parser.parse(_NAMED.sub(lambda found: found[1] or "(", expression))
-    except (re.error, OverflowError, RecursionError) as error:
+        start = automaton.add(pattern, automaton.branch(()), counted=False)
+    except (re.error, OverflowError) as error:
         raise RequestError(f"{name} is not a valid regular expression: {error}") from None
-    automaton = _Automaton(name)
-    start = automaton.add(pattern, automaton.branch(()), counted=False)
+    except RecursionError:
+        raise TooLargeError(f"{name} is nested too deeply") from None
     automaton.require_few_ways(start)
     effort.spend(len(expression) + automaton.size + automaton.steps)
     return automaton.size

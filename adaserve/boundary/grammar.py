@@ -47,6 +47,11 @@ _NO_SCHEMAS = ("const", "enum", "default", "examples", "$defs", "definitions")
 """Values, and what counts only where a reference uses it."""
 _REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
 _REPEATED_PARTS = ("optional", "plus", "star", "repeat")
+_GROUPS = [
+    re.compile(r"\\.|\[\^?" + first + r"(?:\\.|[^\]\\])*+|([()])", re.DOTALL) for first in ("", r"\]?")
+]
+"""Where groups of an expression begin and end; escaped characters and character classes are stepped over. A
+"]" that stands first in a class is its end in JavaScript, and a character of it in Python."""
 
 
 def json_schema(name: str, value: Any, limits: Limits) -> None:
@@ -188,15 +193,15 @@ def _parse(name: str, value: str) -> Any:
     return root
 
 
-def _depth(value: str) -> int:
-    """Brackets of an expression that are open at once, at most; those in character classes count too."""
-    depth = deepest = 0
-    for character in value:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth -= 1
+def _depth(expression: str) -> int:
+    """Groups of an expression that are open at once, at most, however its classes are read."""
+    deepest = 0
+    for groups in _GROUPS:
+        depth = 0
+        for found in groups.finditer(expression):
+            if found[1] is not None:
+                depth += 1 if found[1] == "(" else -1
+                deepest = max(deepest, depth)
     return deepest
 
 

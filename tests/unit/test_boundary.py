@@ -492,6 +492,49 @@ def test_terms_are_counted_as_they_are_written_out(expression: str, size: int) -
     assert size <= require_few_ways("regex", expression, Effort()) <= 2 * size
 
 
+def deep(open_: str, close: str, levels: int) -> str:
+    return open_ * levels + "a" + close * levels
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        deep("(", ")", 65),
+        deep("(", ")", 9000),
+        deep(r"(\)", ")", 380),
+        deep("([)]", ")?", 380),
+        deep("(?:[^)]", ")", 380),
+        deep(r"([\])]", ")", 380),
+        "[^]" + deep("(", ")", 380) + "]",  # a class for Python, and groups for xgrammar
+        "[]" + deep("(", ")", 380) + "]",
+        "[]]" + deep("(", ")", 380),
+    ],
+)
+def test_groups_are_counted_whatever_stands_between_them(expression: str) -> None:
+    with pytest.raises(RequestError, match="regex may be nested at most 64 levels deep"):
+        check_request({"input_ids": [1], "sampling_params": {"regex": expression}}, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("regex", "(" + "|".join(rf"f{i}\(" for i in range(70)) + r")x\)"),
+        ("regex", "(" + "|".join(rf"{chr(0x4E00 + i)}[(\[{{]" for i in range(70)) + ")x"),
+        ("regex", deep("(", ")", 64)),
+        ("ebnf", "root ::= (" + " | ".join(f'"f{i}("' for i in range(70)) + ') [a-z] ")"'),
+    ],
+)
+def test_brackets_of_the_text_are_no_groups(field: str, text: str) -> None:
+    check_request({"input_ids": [1], "sampling_params": {field: text}}, LIMITS)
+
+
+@pytest.mark.parametrize("levels", [330, 2000])
+def test_what_is_nested_too_deeply_for_python_is_refused(levels: int) -> None:
+    """Its parser steps over comments in such an expression, and uses fewer frames than the automaton."""
+    with pytest.raises(RequestError, match="regex is nested too deeply"):
+        require_few_ways("regex", "(?x)" + "(#)\n" * levels + ")?" * levels, Effort())
+
+
 @given(st.text(alphabet="ab.?|(){},0123[]^*+", max_size=16), st.text(alphabet="ab", max_size=8))
 def test_the_automaton_takes_every_text_that_the_expression_matches(expression: str, text: str) -> None:
     """Or places would be missed."""
