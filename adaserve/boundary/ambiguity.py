@@ -34,7 +34,7 @@ REPEATS = {regex_parser.MAX_REPEAT, regex_parser.MIN_REPEAT, regex_parser.POSSES
 UNBOUNDED = regex_parser.MAXREPEAT
 
 _LAST_CHARACTER = 0x10FFFF
-_NAMED = re.compile(r"(\\.)|\(\?<(?![=!])[^>]*>", re.DOTALL)
+_NAMED = re.compile(r"(\\.)|\(\?<(?![=!])[^>()]*>", re.DOTALL)
 """A named group as JavaScript writes it; Python's differ. An escaped character is stepped over."""
 _CATEGORIES = {
     regex_parser.CATEGORY_DIGIT: [(48, 57)],

@@ -535,6 +535,14 @@ def test_what_is_nested_too_deeply_for_python_is_refused(levels: int) -> None:
         require_few_ways("regex", "(?x)" + "(#)\n" * levels + ")?" * levels, Effort())
 
 
+def test_the_name_of_a_group_holds_no_group() -> None:
+    """Looking for its end behind every ``(?<`` takes time with the square of the text."""
+    require_few_ways("regex", "(?<name>a)", Effort())
+    for expression in ("(?<na(me>a)", "(?<na)me>a", "(?<)" * 1000):
+        with pytest.raises(RequestError, match="regex is not a valid regular expression"):
+            require_few_ways("regex", expression, Effort())
+
+
 @given(st.text(alphabet="ab.?|(){},0123[]^*+", max_size=16), st.text(alphabet="ab", max_size=8))
 def test_the_automaton_takes_every_text_that_the_expression_matches(expression: str, text: str) -> None:
     """Or places would be missed."""
