@@ -266,6 +266,20 @@ class AdaServeConfig(Checked):
         return self
 
     @model_validator(mode="after")
+    def _settings_of_a_draft_that_is_there(self) -> Self:
+        if self.draft_kind != "auto" and not self.has_model:
+            raise ConfigError(
+                f"drafts are {self.drafts}, so draft_kind {self.draft_kind} would have no effect: give a "
+                "draft (--draft-model-path), or leave draft_kind out"
+            )
+        if self.draft_window != 0 and not self.draft_models:
+            raise ConfigError(
+                f"drafts are {self.drafts}, which read no draft_window: leave it out, or set drafts to model "
+                "or self"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _heads_draft_alone(self) -> Self:
         if self.medusa is None:
             return self

@@ -116,6 +116,12 @@ def test_an_mtp_layer_comes_from_the_targets_checkpoint(started: list[list[str]]
     assert AdaServeConfig(**json.loads(os.environ[ENV])).draft_kind == "mtp"
 
 
+def test_a_kind_of_draft_without_a_draft_is_refused(started: list[list[str]]) -> None:
+    """The head's path was forgotten; the server would draft from earlier text alone."""
+    result = CliRunner().invoke(app, ["serve", "--model-path", "m", "--draft-kind", "eagle3"])
+    assert result.exit_code == 2 and "give a draft (--draft-model-path)" in result.output and not started
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

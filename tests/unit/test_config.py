@@ -48,6 +48,13 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"baseline_ms": float("nan")}, "baseline_ms.*finite number"),
         ({"slo_config": "/nowhere.yaml"}, "slo_config: there is no file /nowhere.yaml"),
         ({"learn": True, "drafts": "suffix"}, "nothing can learn: give --drafts model"),
+        (
+            {"draft_kind": "eagle3", "drafts": "suffix"},
+            "draft_kind eagle3 would have no effect: give a draft",
+        ),
+        ({"draft_kind": "model", "drafts": "self", "draft_window": 64}, "draft_kind model would have no"),
+        ({"draft_window": 256, "drafts": "suffix"}, "drafts are suffix, which read no draft_window: leave"),
+        ({"draft_window": "auto", "drafts": "suffix"}, "read no draft_window"),
         ({"learn_folder": "/kept"}, "give --learn as well"),
         ({"learn": True, "learn_loss": "l2"}, "learn_loss is 'l2': it should be 'forward'"),
         ({"learn_share": 1.5}, "learn_share.*less than or equal to 1"),
@@ -189,7 +196,8 @@ def test_every_setting_has_a_flag() -> None:
 def test_a_window_has_room_for_every_source(
     drafts: str, beam: int, suffix: int, deepest: int, forced: int
 ) -> None:
-    config = AdaServeConfig(drafts=drafts, forced_depth=forced, draft_window="auto")
+    window = 0 if drafts == "suffix" else "auto"
+    config = AdaServeConfig(drafts=drafts, forced_depth=forced, draft_window=window)
     assert (config.beam_candidates, config.suffix_candidates) == (beam, suffix)
     assert config.deepest == max(deepest, forced)
     assert config.max_candidates == beam + suffix + forced and config.draft_models == (drafts != "suffix")
