@@ -15,14 +15,12 @@ from adaserve.boundary.request import EACH, WHOLE
 from adaserve.boundary.sampling import FIELDS
 from adaserve.boundary.values import is_integer
 from adaserve.slo.resolve import (
-    BODY_KEYS,
     HEADER_CLASS,
     HEADER_LEARN,
     HEADER_SPECULATION,
     HEADER_TPOT,
     HEADER_TTFT,
-    LEARN_KEY,
-    SPECULATION_KEY,
+    OWN_KEYS,
 )
 
 CONSTRAINTS = (
@@ -87,9 +85,6 @@ _OWN: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
 }
 """Route -> its names for the longest answer -> other routes' names for what it knows -> its own."""
 
-_WISHES = (*BODY_KEYS, SPECULATION_KEY, LEARN_KEY)
-"""What ``custom_params`` may hold of ours. No route reads it anywhere else."""
-
 _HEADERS = ", ".join((HEADER_CLASS, HEADER_TPOT[0], HEADER_TTFT[0], HEADER_SPECULATION, HEADER_LEARN))
 _IN_HEADERS = f"use the headers {_HEADERS}"
 _IN_PARAMS = {
@@ -106,7 +101,7 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
     """Raises RequestError for a field that asks the route at ``path`` for something that it would not do.
 
     false, 0 and what is empty ask for nothing, but a sampling parameter or a wish in the wrong place does."""
-    unread = (*_WISHES, "custom_params", "nvext") if path in _NO_PARAMS else _WISHES
+    unread = (*OWN_KEYS, "custom_params", "nvext") if path in _NO_PARAMS else OWN_KEYS
     for name in unread:
         if body.get(name) is not None:
             raise RequestError(f"{name} is not read here: {_IN_PARAMS.get(path, _IN_HEADERS)}")

@@ -68,9 +68,10 @@ TRACE_KEYS = {
 PROXY_HEADERS = ("via", "forwarded", "x-forwarded-for", "x-real-ip")
 KNOWN_HEADERS = (HEADER_CLASS, *HEADER_TPOT, *HEADER_TTFT, HEADER_TPS, HEADER_SPECULATION, HEADER_LEARN)
 _LOOKS_LIKE_OURS = re.compile(r"x-(slo|llm-d-slo|adaserve)(-|$)|x-sgl-(.*-)?slo(-|$)")
-BODY_KEYS = ("slo_class", "slo_tpot_ms", "slo_ttft_ms")
 SPECULATION_KEY = "adaserve_speculation"
 LEARN_KEY = "adaserve_learn"
+OWN_KEYS = ("slo_class", "slo_tpot_ms", "slo_ttft_ms", SPECULATION_KEY, LEARN_KEY)
+"""What ``custom_params`` may hold of ours. All that begins like them and is none of them is refused."""
 MOST_SPECULATION = 64
 MOST_OSL = 1 << 20
 PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)
@@ -109,8 +110,7 @@ class RequestSLO:
 
     def in_params(self, custom_params: Mapping[str, Any] | None) -> dict[str, Any]:
         """SGLang's ``custom_params`` with this SLO in place of what the client wrote about SLOs."""
-        ours = (*BODY_KEYS, SPECULATION_KEY, LEARN_KEY, "nvext")
-        kept = {k: v for k, v in (custom_params or {}).items() if k not in ours}
+        kept = {k: v for k, v in (custom_params or {}).items() if k not in (*OWN_KEYS, "nvext")}
         return kept | {WIRE_KEY: asdict(self)}
 
     @classmethod
@@ -147,7 +147,8 @@ class FromHeaders:
     ) -> RequestSLO:
         """The objectives of one of the requests.
 
-        ``custom_params``: SGLang's body field; keys that do not start with ``slo_`` are left alone.
+        ``custom_params``: SGLang's body field; keys that start with neither ``slo_`` nor ``adaserve_`` are
+        left alone.
         ``nvext``: Dynamo's body field, taken from ``custom_params["nvext"]`` when not given. What only its
         router acts upon is left alone.
         Raises SLOError.
@@ -320,8 +321,8 @@ def _tenants(sent: Mapping[str, list[str]]) -> list[str]:
 
 def _in_body(params: Mapping[str, Any], nvext: Any, limits: SLOLimits) -> _Wish:
     for key in map(str, params):
-        if key == WIRE_KEY or (key.startswith("slo_") and key not in BODY_KEYS):
-            raise SLOError(f"custom_params has no {shown(key)}: SLO keys are {', '.join(BODY_KEYS)}")
+        if key.startswith(("slo_", "adaserve_")) and key not in OWN_KEYS:
+            raise SLOError(f"custom_params has no {shown(key)}: AdaServe's keys are {', '.join(OWN_KEYS)}")
     router = _part(nvext, "router", "{'itl_target': 50}")
     name = params.get("slo_class")
     if name is not None and not isinstance(name, str):

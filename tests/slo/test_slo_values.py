@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaserve.slo.classes import SLO, SLOClass, SLOConfig, SLOError, SLOLimits
-from adaserve.slo.resolve import RequestSLO, resolve
+from adaserve.slo.resolve import OWN_KEYS, RequestSLO, resolve
 
 CONFIG = SLOConfig()
 BASELINE_S = 0.030
@@ -340,8 +340,15 @@ def test_bad_body_values(value: Any) -> None:
         ({"x-slo-class": "codng"}, None, "known classes are coding, chat, summarization, default"),
         ({"x-slo-class": ""}, None, "unknown SLO class"),
         ({}, {"slo_class": 3}, "must be a class name"),
-        ({}, {"adaserve_slo": {"slo_class": "coding"}}, "SLO keys are slo_class, slo_tpot_ms, slo_ttft_ms"),
-        ({}, {"slo_tpot": 50}, "SLO keys are slo_class, slo_tpot_ms, slo_ttft_ms"),
+        *(
+            ({}, {key: value}, f"has no '{key}': AdaServe's keys are {', '.join(OWN_KEYS)}")
+            for key, value in (
+                ("adaserve_slo", {"slo_class": "coding"}),
+                ("slo_tpot", 50),
+                ("adaserve_learning", False),
+                ("adaserve_speculations", "off"),
+            )
+        ),
         ({}, [1], "must be an object"),
         ({"x-slo-tpot-ms": "50", "x-llm-d-slo-tpot-ms": "60"}, None, "disagree"),
         ([("x-slo-tpot-ms", "50"), ("X-Slo-Tpot-Ms", "51")], None, "disagree"),
