@@ -1,9 +1,10 @@
 """What clients choose becomes few labels of SGLang's metrics.
 
-Why: SGLang counts requests by path, and by priority with --enable-priority-scheduling, and keeps every label
-for ever: paths that nobody serves, as long and as many as anybody likes, and any of four billion priorities.
-Here such paths share one label, and priorities beyond the first ones have none. Other methods than HTTP's
-usual ones are refused (``routes.py``).
+Why: SGLang counts requests by path, by priority with --enable-priority-scheduling, and by what they say with
+--tokenizer-metrics-allowed-custom-labels. It keeps every label for ever: paths that nobody serves, as long
+and as many as anybody likes, any of four billion priorities, and any text. Here such paths share one label,
+and priorities and texts beyond the first ones have none. Other methods than HTTP's usual ones are refused
+(``routes.py``).
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from adaserve.patches.boundary import applies
 
 OTHER_PATHS = "other"
 MAX_PRIORITIES = 32
+MAX_CUSTOM = 256
+"""Combinations of the labels that --tokenizer-metrics-allowed-custom-labels names."""
 
-_KNOWN = "_adaserve_priorities"
+_CHOSEN = {"priority": MAX_PRIORITIES, "custom_labels": MAX_CUSTOM}
+"""Fields of a request, and how many of their values become labels."""
 
 
 def register() -> None:
     label = "sglang.srt.observability.http_request_metrics._get_fastapi_request_path"
     hook(label, _path, HookType.AFTER)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-    hook(f"{manager}.collect_metrics", _few_priorities, HookType.AROUND)
+    hook(f"{manager}.collect_metrics", _few_labels, HookType.AROUND)
     collector = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector"
     hook(f"{collector}._log_gauge_queue_count", _few_queues, HookType.BEFORE)
 
@@ -36,19 +40,25 @@ def _path(found: tuple[str, bool], _: Any) -> tuple[str, bool]:
     return found if found[1] else (OTHER_PATHS, False)
 
 
-def _few_priorities(original: Callable[..., None], self: Any, state: Any, *rest: Any) -> None:
-    priority = getattr(state.obj, "priority", None)
-    known: set[int] = vars(self).setdefault(_KNOWN, set())
-    if priority is None or priority in known or not applies(self.server_args):
+def _few_labels(original: Callable[..., None], self: Any, state: Any, *rest: Any) -> None:
+    if not applies(self.server_args):
         return original(self, state, *rest)
-    if len(known) < MAX_PRIORITIES:
-        known.add(priority)
-        return original(self, state, *rest)
-    state.obj.priority = None  # the metrics' own label is empty
+    hidden = {}
+    for field, most in _CHOSEN.items():
+        value = getattr(state.obj, field, None)
+        label = frozenset(value.items()) if isinstance(value, dict) else value
+        known: set[Any] = vars(self).setdefault(f"_adaserve_{field}", set())
+        if value is not None and label not in known:
+            if len(known) < most:
+                known.add(label)
+            else:
+                hidden[field] = value
+                setattr(state.obj, field, None)  # the metrics' own label is empty
     try:
         return original(self, state, *rest)
     finally:
-        state.obj.priority = priority
+        for field, value in hidden.items():
+            setattr(state.obj, field, value)
 
 
 def _few_queues(collector: Any, _: Any, queue: Any) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from adaserve.patches.metric_labels import MAX_PRIORITIES, OTHER_PATHS, _few_priorities, _few_queues, _path
+from adaserve.patches.metric_labels import (
+    MAX_CUSTOM,
+    MAX_PRIORITIES,
+    OTHER_PATHS,
+    _few_labels,
+    _few_queues,
+    _path,
+)
 
 
 def test_paths_that_nobody_serves_share_a_label() -> None:
@@ -13,18 +20,35 @@ def test_paths_that_nobody_serves_share_a_label() -> None:
     assert _path(("/x" * 30_000, False), None)[0] == OTHER_PATHS
 
 
-def test_priorities_are_few() -> None:
-    manager = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm="ADASERVE"))
-    counted: list[Any] = []
+def counted(field: str, values: list[Any], algorithm: str = "ADASERVE") -> list[Any]:
+    """By which of these ``values`` SGLang counts the requests that have them."""
+    manager = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=algorithm))
+    labels: list[Any] = []
 
     def collect(_: Any, state: Any, *rest: Any) -> None:
-        counted.append(state.obj.priority)
+        labels.append(getattr(state.obj, field))
 
-    for priority in [*range(1000), 5, None]:
-        state = SimpleNamespace(obj=SimpleNamespace(priority=priority))
-        _few_priorities(collect, manager, state, "recv", 0)
-        assert state.obj.priority == priority, "others read it too"
-    assert len(set(counted)) == MAX_PRIORITIES + 1 and counted[-2:] == [5, None]
+    for value in values:
+        state = SimpleNamespace(obj=SimpleNamespace(**{field: value}))
+        _few_labels(collect, manager, state, "recv", 0)
+        assert getattr(state.obj, field) == value, "others read it too"
+    return labels
+
+
+def test_priorities_are_few() -> None:
+    labels = counted("priority", [*range(1000), 5, None])
+    assert len(set(labels)) == MAX_PRIORITIES + 1 and labels[-2:] == [5, None]
+
+
+def test_custom_labels_are_few() -> None:
+    said = [{"user": str(i), "team": "a"} for i in range(1000)]
+    labels = counted("custom_labels", [*said, said[5], {}, None])
+    assert labels[:MAX_CUSTOM] == said[:MAX_CUSTOM]
+    assert labels[MAX_CUSTOM:] == [None] * (1000 - MAX_CUSTOM) + [said[5], None, None]
+
+
+def test_other_servers_count_as_they_do() -> None:
+    assert counted("priority", [*range(100)], "EAGLE") == [*range(100)]
 
 
 def test_queues_are_counted_by_few_priorities() -> None:
