@@ -55,6 +55,8 @@ def drop_nulls(body: dict[str, Any]) -> None:
 def _token_fields(path: str) -> set[str]:
     if path.endswith("/detokenize"):
         return {_NO_PROMPT}
+    if path == "/v1/score":
+        return {"query", "items"}
     return {"input_ids", "prompt"} if path == "/v1/completions" else {"input_ids"}
 
 

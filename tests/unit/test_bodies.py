@@ -48,6 +48,8 @@ def test_token_ids_are_where_a_route_takes_them() -> None:
     for name, path, other in (
         ("prompt", "/v1/completions", "/tokenize"),
         ("tokens", "/v1/detokenize", "/v1/completions"),
+        ("query", "/v1/score", "/v1/completions"),
+        ("items", "/v1/score", "/v1/rerank"),
     ):
         for ids in ([5] * 300_000, [[5] * 100_000] * 3):
             require_few_values({name: ids}, path)
@@ -75,6 +77,8 @@ def test_errors_are_few_and_short() -> None:
         ({"prompt": [5] * 101}, "/v1/completions", True),
         ({"input_ids": [[5] * 100] * 9}, "/generate", False),
         ({"tokens": [5] * 101}, "/v1/detokenize", False),
+        ({"query": [5] * 101, "items": [[5]]}, "/v1/score", True),
+        ({"query": [5], "items": [[5] * 100] * 9}, "/v1/score", False),
     ],
 )
 def test_ids_that_are_too_many_for_a_prompt_are_refused(body: Any, path: str, refused: bool) -> None:
