@@ -131,6 +131,10 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             "tensor parallelism is not supported on a CPU: use --tp-size 1",
         ),
         (
+            args.tp_size > 1 and config.prefill == "slack",
+            "tensor-parallel ranks must prefill alike, and not by the clock: remove --adaserve-prefill slack",
+        ),
+        (
             args.tokenizer_worker_num > 1 and bool(args.api_key or args.admin_api_key),
             "keys are checked by a single HTTP process only: remove --tokenizer-worker-num, or leave the "
             "keys to a proxy",
