@@ -78,6 +78,8 @@ def _publish(original: Callable[..., Any], self: Any, force: bool = False) -> An
     now_s = time.perf_counter()
     if worker.forecaster.is_due(idle, now_s):
         worker.forecaster.renew(load_of(self, worker), now_s)
+        if idle:
+            worker.ledger.stats.nothing_held()
         force = True
     return original(self, force)
 

@@ -7,7 +7,7 @@ folder before that, and a metric that was created too early would be lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -219,12 +219,16 @@ class ServerMetrics:
             histogram.observe(getattr(sample, field))
         if sample.running:
             self.accept.observe(sample.new_tokens / sample.running)
-        for name in self._gated | set(sample.gated):
-            count, longest_s = sample.gated.get(name, (0, 0.0))
+        self.held(sample.gated)
+        self._calibrate(sample)
+
+    def held(self, gated: Mapping[str, Sequence[float]]) -> None:
+        """Publishes what the admission gate holds back now, as ``IterationSample.gated``."""
+        for name in self._gated | set(gated):
+            count, longest_s = gated.get(name, (0, 0.0))
             self.gated.labels(name).set(count)
             self.gated_s.labels(name).set(longest_s)
-        self._gated = set(sample.gated)
-        self._calibrate(sample)
+        self._gated = set(gated)
 
     def learned(self, learning: DraftLearning) -> None:
         """How a draft that learns is doing."""

@@ -234,6 +234,11 @@ class SLOStats:
             self._metrics.forecast(forecast)
             self._publish(self._metrics)
 
+    def nothing_held(self) -> None:
+        """Nothing runs or waits, so until the next iteration no prompt is held back."""
+        if self._metrics is not None:
+            self._metrics.held({})
+
     def shed(self, slo_class: str, reason: str) -> None:
         """Counts a request that got 429."""
         if self._metrics is not None:
