@@ -46,7 +46,7 @@ def _before_run(server_args: Any, *_: Any, **__: Any) -> None:
         if (why := why_not_free(server_args.host, server_args.port)) is not None:
             end_children(os.getpid())
             print(f"adaserve: {why}", file=sys.stderr, flush=True)
-            os._exit(1)
+            os._exit(2)  # adaserve.commands.COULD_NOT, without what commands need
         os.environ.setdefault(APP_PATH, APP)
         complete(app)
 

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 
+from adaserve.commands import COULD_NOT
 from adaserve.patches import admin_access, bodies, costly_answers, http_parts
 
 
@@ -50,7 +51,7 @@ def test_a_server_whose_port_was_taken_meanwhile_ends_with_one_line(
     monkeypatch.setattr(http_parts, "end_children", ended.append)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(SystemExit, match="1"):
+        with pytest.raises(SystemExit, match=f"^{COULD_NOT}$"):
             before_run("ADASERVE", monkeypatch, port)
         before_run(None, monkeypatch, port)
     assert capsys.readouterr().err == f"adaserve: port {port} is in use: choose another with --port\n"
