@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from rich.table import Table
 from adaserve.cache import cache_folder
 from adaserve.commands import NO
 from adaserve.cores import usable_cores
+from adaserve.host import cpu_name, select, why_not_free
 from adaserve.identity import SGLANG_VERSION
 
 State = Literal["ok", "note", "missing"]
@@ -111,8 +111,6 @@ def cpu_flags(cpuinfo: str) -> set[str]:
 def check_accelerator() -> list[Finding]:
     import torch
 
-    from adaserve.host import select
-
     if torch.cuda.is_available():
         return [Finding("Accelerator", "ok", torch.cuda.get_device_name())]
     if select() is not None:
@@ -175,8 +173,6 @@ def check_hooks() -> list[Finding]:
 
 
 def check_compiler() -> list[Finding]:
-    from adaserve.host import select
-
     candidates = (os.environ.get("CC"), "gcc", "cc", "clang")
     compiler = next((path for name in candidates if name and (path := shutil.which(name))), None)
     if compiler:
@@ -228,8 +224,6 @@ def check_pair() -> list[Finding]:
 
 def check_profile(folder: Path | None = None) -> list[Finding]:
     """Profiles kept by `adaserve profile`, and whether they were measured with these versions."""
-    from adaserve.host import cpu_name
-
     files = sorted((folder or cache_folder() / "profiles").glob("*.json"))
     if not files:
         return [Finding("Profile", "note", "none; a server measures briefly at start", "adaserve profile")]
@@ -253,12 +247,8 @@ def profile_matches(path: Path, cpu: str) -> bool:
 
 
 def check_port(port: int = 30000) -> list[Finding]:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return [Finding("Port", "note", f"{port} is in use", "adaserve serve --port ANOTHER")]
+    if why_not_free("127.0.0.1", port) is not None:
+        return [Finding("Port", "note", f"{port} is in use", "adaserve serve --port ANOTHER")]
     return [Finding("Port", "ok", f"{port} is free")]
 
 
