@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from adaserve.files import write_json
 from adaserve.pair.folders import PairError
 
 NAME = "run.json"
@@ -53,6 +54,4 @@ def _differences(earlier: Settings, now: Settings) -> list[str]:
 
 def _write(folder: Path, settings: Settings, *, finished: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{NAME}.partial"
-    partial.write_text(json.dumps({"finished": finished, "settings": settings}, indent=1) + "\n")
-    partial.replace(folder / NAME)
+    write_json(folder / NAME, {"finished": finished, "settings": settings})
