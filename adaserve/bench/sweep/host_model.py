@@ -156,8 +156,9 @@ def prefills_as_served(profile: LatencyModel, results: Results) -> StepCost | No
 
 def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
     """One factor for the start of a draft with its first step, and one for all further steps, by the blocks
-    whose drafts have the same number of steps in every iteration."""
-    parts, served_s = [], []
+    whose drafts have the same number of steps in every iteration. Where all of them have one number, which
+    can't tell the two apart, one factor for both."""
+    parts, served_s, lengths = [], [], set()
     for line, server in _counted(results):
         steps = length_of(line["setting"])
         if steps is None:
@@ -166,9 +167,13 @@ def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
         first_s = profile.draft_s(n, 1, 1)
         parts.append((first_s, profile.draft_s(n, steps, 1) - first_s))
         served_s.append(server["seconds"]["draft"] / server["iterations"])
+        lengths.add(steps)
     if not any(served_s):
         return profile
-    first, later = nnls(np.array(parts), np.array(served_s))[0]
+    profiled = np.array(parts)
+    if len(lengths) == 1:
+        profiled = profiled.sum(axis=1, keepdims=True) * (1.0, 0.0)
+    first, later = nnls(profiled, np.array(served_s))[0]
     start = profile.draft_first or profile.draft
     return replace(
         profile,

@@ -122,6 +122,22 @@ def test_drafts_take_what_they_took_under_load(tmp_path: Path) -> None:
         assert model.draft_step_s(n) == pytest.approx(2 * PROFILE.draft_step_s(n), rel=0.02)
 
 
+def test_drafts_of_one_length_tell_no_first_step_from_later_ones(tmp_path: Path) -> None:
+    """What takes a little less than profiled with few requests and a little more with many would be put down
+    to later steps that take many times as long."""
+    store = finished_sweep(tmp_path, replace(PLAN, policies=("chain-2",)), lambda _, i: 13.0, n=24)
+    store.write_head({**store.head(), "latency_model": PROFILE.to_json()})
+    for k, line in enumerate(list(store.finished().values())):
+        n, times = ((5, 0.7), (20, 1.15))[k % 2]
+        seconds = {"draft": 100 * times * PROFILE.draft_s(n, 2, 1), "verify": 100 * PROFILE.verify_s(n * 2.0)}
+        made = {"running": float(n), "tree_nodes": 1.0, "iterations": 100, "seconds": seconds}
+        store.add({**line, "server": {**line["server"], **made}})
+    model = as_served(PROFILE, Results(store))
+    for n in (5, 20):
+        assert 0.69 <= model.draft_s(n, 1, 1) / PROFILE.draft_s(n, 1, 1) <= 1.16
+        assert 0.69 <= model.draft_step_s(n) / PROFILE.draft_step_s(n) <= 1.16
+
+
 def test_acceptance_is_that_of_the_chains(tmp_path: Path) -> None:
     """The records say 1.8 tokens per verification of chain-2."""
     means = fitted_means(Results(served(tmp_path)))
