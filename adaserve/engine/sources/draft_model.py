@@ -33,9 +33,9 @@ class DraftModel:
     def extend(self, batch: Any) -> None:
         """Writes the draft's KV of the tokens that the target has just prefilled."""
         with draft_tp_context(self._layout):
-            self.runner.forward(
-                ForwardBatch.init_new(batch, self.runner, return_hidden_states_before_norm=False)
-            )
+            forward_batch = ForwardBatch.init_new(batch, self.runner, return_hidden_states_before_norm=False)
+            forward_batch.return_logprob = False  # the target's are asked for
+            self.runner.forward(forward_batch)
 
 
 class DraftModels(EagleDraftWorkerBase):
