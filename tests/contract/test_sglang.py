@@ -210,6 +210,9 @@ PARAMETERS = {
     "sglang.srt.speculative.pp_draft_embedding.resolve_draft_embed_and_head": {
         "target_model", "draft_model", "model_path", "revision", "load_config",
     },
+    "sglang.srt.utils.hf_transformers_utils.get_tokenizer": {
+        "tokenizer_mode", "trust_remote_code", "tokenizer_backend",
+    },
     "sglang.srt.managers.tp_worker.TpModelWorker.__init__": {
         "server_args", "gpu_id", "nccl_port", "is_draft_worker", "context_length",
     },

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,10 @@ import transformers
 from adaserve.algorithm import refuse_unsupported, size_reserve
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
-from adaserve.engine.sources.draft_model import require_common_vocabulary, require_servable
+from adaserve.engine.sources import draft_model
+from adaserve.engine.sources.draft_model import require_same_size, require_same_tokens, require_servable
 from tests.engine.conftest import adaserve_server
+from tests.engine.pairs import VOCAB
 
 
 def arguments(**changes: Any) -> SimpleNamespace:
@@ -163,30 +167,112 @@ def test_so_do_those_of_variables(name: str, value: str, monkeypatch: pytest.Mon
         refuse_unsupported(arguments(), AdaServeConfig())
 
 
-def worker(folder: Path, size: int = 512, device: str = "cpu") -> Any:
+def target_of(folder: Path, size: int = VOCAB, device: str = "cpu") -> Any:
+    """SGLang's worker of the target, as far as it is asked."""
     runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=size), device=device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return SimpleNamespace(model_runner=runner, tokenizer=tokenizer)
 
 
-def test_vocabularies(pair: Path) -> None:
-    target = worker(pair / "target")
-    require_common_vocabulary(target, worker(pair / "noisy"))
-    with pytest.raises(ValueError, match=r"vocabulary of 300 tokens .* choose a draft"):
-        require_common_vocabulary(target, worker(pair / "noisy", size=300))
-    with pytest.raises(ValueError, match=r"first difference: 'a' .* choose a draft"):
-        require_common_vocabulary(target, worker(pair / "swapped"))
-    with pytest.raises(ValueError, match="the draft model lab/second has a vocabulary of 300"):
-        require_common_vocabulary(target, worker(pair / "second", size=300), "lab/second")
+def draft_of(folder: Path, size: int = VOCAB) -> Any:
+    """The same of a draft, whose tokenizer SGLang does not load."""
+    config = SimpleNamespace(vocab_size=size, model_path=str(folder), revision=None)
+    return SimpleNamespace(model_runner=SimpleNamespace(model_config=config), tokenizer=None)
+
+
+def test_sizes_of_vocabularies(pair: Path) -> None:
+    target = target_of(pair / "target")
+    require_same_size(target, draft_of(pair / "noisy"), "lab/noisy")
+    with pytest.raises(ValueError, match=r"lab/noisy has a vocabulary of 300 tokens .* choose a draft"):
+        require_same_size(target, draft_of(pair / "noisy", size=300), "lab/noisy")
 
 
 def test_a_larger_target_may_pad_its_vocabulary_on_a_gpu(pair: Path) -> None:
-    padded, draft = worker(pair / "target", size=640, device="cuda"), worker(pair / "noisy")
-    require_common_vocabulary(padded, draft)
+    padded, draft = target_of(pair / "target", size=640, device="cuda"), draft_of(pair / "noisy")
+    require_same_size(padded, draft, "noisy")
     with pytest.raises(ValueError, match="choose a draft"):
-        require_common_vocabulary(worker(pair / "target", size=640), draft)
+        require_same_size(target_of(pair / "target", size=640), draft, "noisy")
     with pytest.raises(ValueError, match="choose a draft"):
-        require_common_vocabulary(padded, worker(pair / "noisy", size=256))
+        require_same_size(padded, draft_of(pair / "noisy", size=256), "noisy")
+
+
+@pytest.fixture
+def tokenizer_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that say how tokenizers are read."""
+    serving = SimpleNamespace(tokenizer_mode="auto", tokenizer_backend="huggingface")
+    monkeypatch.setattr(draft_model, "get_serving", lambda: serving)
+    monkeypatch.setattr(draft_model, "get_model", lambda: SimpleNamespace(trust_remote_code=False))
+
+
+@pytest.mark.usefixtures("tokenizer_flags")
+def test_a_draft_with_other_tokens_is_refused(pair: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = target_of(pair / "target")
+    require_same_tokens(target, draft_of(pair / "noisy"), "lab/noisy")
+    with pytest.raises(
+        ValueError, match=r"lab/swapped and the target number 2 .* \(first 'a', .* choose a draft"
+    ):
+        require_same_tokens(target, draft_of(pair / "swapped"), "lab/swapped")
+    assert "not compared" not in caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.usefixtures("tokenizer_flags")
+def test_a_draft_without_a_tokenizer_is_served(
+    family: str, pair: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a Qwen 2, Transformers makes one of a single token."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    require_same_tokens(target_of(pair / "target"), draft_of(tmp_path), "lab/bare")
+    assert "tokens of the draft lab/bare were not compared" in caplog.text
+
+
+def test_without_the_targets_tokenizer_nobody_can_tell(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With --skip-tokenizer-init. And some tokenizers, such as Mistral's own, do not say what was added."""
+    monkeypatch.setattr(draft_model, "_tokenizer_of", lambda _: pytest.fail("it was read"))
+    require_same_tokens(SimpleNamespace(tokenizer=None), draft_of(pair / "swapped"), "swapped")
+    monkeypatch.setattr(draft_model, "_tokenizer_of", lambda _: object())
+    require_same_tokens(target_of(pair / "target"), draft_of(pair / "swapped"), "lab/other")
+    assert "tokens of the draft lab/other were not compared" in caplog.text
+
+
+class Words:
+    """A tokenizer of these words; those in angle brackets were added."""
+
+    def __init__(self, *words: str) -> None:
+        self._ids = {word: i for i, word in enumerate(words)}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._ids
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {word: i for word, i in self._ids.items() if word.startswith("<")}
+
+
+@pytest.mark.parametrize(
+    ("words", "differ"),
+    [
+        (("a", "b", "<end>"), 0),
+        (("a", "b", "<end>", "<tool>", "<think>"), 0),
+        (("a", "b", "<stop>", "<spare>"), 0),
+        (("b", "a", "<end>", "<tool>"), 2),
+        (("a", "c", "<end>", "<tool>"), 2),
+        (("a", "<end>", "<tool>"), 1),
+        (("a", "b", "c", "<end>", "<tool>"), 1),
+    ],
+)
+def test_tokens_that_were_added_may_differ(
+    words: tuple[str, ...], differ: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models of a family have other marks of turns, thoughts and tools."""
+    one, other = Words("a", "b", "<end>", "<tool>"), Words(*words)
+    draft = SimpleNamespace(model_runner=SimpleNamespace(model_config=None))
+    for ours, theirs in ((one, other), (other, one)):
+        monkeypatch.setattr(draft_model, "_tokenizer_of", lambda _, read=theirs: read)
+        refused = pytest.raises(ValueError, match=f"number {differ} of their tokens differently")
+        with refused if differ else nullcontext():
+            require_same_tokens(SimpleNamespace(tokenizer=ours), draft, "lab/draft")
 
 
 @pytest.mark.parametrize(
@@ -208,11 +294,18 @@ def test_bad_configuration(monkeypatch: pytest.MonkeyPatch, json_text: str, mess
         AdaServeConfig.load()
 
 
-PAGES: dict[str, Any] = {"page-size": 16}
-
-
-def test_a_server_that_is_refused_ends_with_the_sentence(pair: Path, tmp_path: Path) -> None:
-    server, _ = adaserve_server(tmp_path, pair, "noisy", {}, **PAGES)
+@pytest.mark.parametrize(
+    ("second", "flags", "sentence"),
+    [
+        (None, {"page-size": 16}, "page size 16 is not supported: use --page-size 1"),
+        ("swapped", {}, "number 2 of their tokens differently"),
+    ],
+)
+def test_a_server_that_is_refused_ends_with_the_sentence(
+    pair: Path, tmp_path: Path, second: str | None, flags: dict[str, Any], sentence: str
+) -> None:
+    config = {} if second is None else {"second_draft": str(pair / second)}
+    server, _ = adaserve_server(tmp_path, pair, "noisy", config, **flags)
     ended = subprocess.run(
         [sys.executable, "-m", "sglang.launch_server", *server.flags],
         env=server.environment,
@@ -222,7 +315,7 @@ def test_a_server_that_is_refused_ends_with_the_sentence(pair: Path, tmp_path: P
         check=False,
     )
     assert ended.returncode != 0
-    assert "page size 16 is not supported: use --page-size 1" in ended.stderr + ended.stdout
+    assert sentence in ended.stderr + ended.stdout
 
 
 def test_sizes_of_trees_that_sglang_was_given_are_not_silently_lost(caplog: pytest.LogCaptureFixture) -> None:

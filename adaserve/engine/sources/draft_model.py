@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +11,19 @@ from sglang.srt.layers.moe.utils import draft_model_build_scope
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_model, get_serving
 from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.draft_parallel import resolve_draft_parallel_layout
 from sglang.srt.speculative.pp_draft_embedding import resolve_draft_embed_and_head
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import DraftKind, draft_kind
 from adaserve.host import on_device
 from adaserve.patches.kv_sizing import draft_config
+
+logger = logging.getLogger(__name__)
 
 
 class DraftModel:
@@ -59,13 +64,14 @@ class DraftModels(EagleDraftWorkerBase):
                 )
                 for path in paths
             ]
-        for path, worker in zip(paths, workers, strict=True):
-            require_common_vocabulary(target_worker, worker, path)
         config = AdaServeConfig.load()
         kinds = [kind_of(worker, path, config) for path, worker in zip(paths, workers, strict=True)]
         require_servable(kinds, config)
-        for kind, worker in zip(kinds, workers, strict=True):
-            if kind != "model":
+        for path, worker, kind in zip(paths, workers, kinds, strict=True):
+            require_same_size(target_worker, worker, path)
+            if kind == "model":
+                require_same_tokens(target_worker, worker, path)
+            else:  # a head has the target's tokens
                 share_embeddings(target_worker, worker, kind)
         models = zip(paths, workers, kinds, strict=True)
         self.models = tuple(DraftModel(path, worker, layout, kind) for path, worker, kind in models)
@@ -146,25 +152,62 @@ def share_embeddings(target: Any, head: Any, kind: DraftKind) -> None:
         model.set_embed(embed)
 
 
-def require_common_vocabulary(target: Any, draft: Any, path: str = "") -> None:
-    """Raises ValueError with the reason when draft tokens would mean something else to the target."""
-    name = f" {path}" if path else ""
+def require_same_size(target: Any, draft: Any, path: str) -> None:
+    """Raises ValueError with the remedy where a draft at ``path`` has tokens that the target lacks, or lacks
+    some of the target's."""
     t_size, d_size = target.model_runner.model_config.vocab_size, draft.model_runner.model_config.vocab_size
     # A larger model of a family may pad its vocabulary further. Looked up, its padding would read beyond the
     # draft's embedding, so only forwards that guard against it (those on a device) may have such a draft.
     may_be_smaller = target.tokenizer is not None and str(target.model_runner.device) != "cpu"
     if t_size != d_size and not (may_be_smaller and len(target.tokenizer) <= d_size < t_size):
         raise ValueError(
-            f"the draft model{name} has a vocabulary of {d_size} tokens and the target one of {t_size}: "
+            f"the draft {path} has a vocabulary of {d_size} tokens and the target one of {t_size}: "
             "choose a draft of the same family with the same tokenizer"
         )
-    if target.tokenizer is None or draft.tokenizer is None:
+
+
+def require_same_tokens(target: Any, draft: Any, path: str) -> None:
+    """Raises ValueError with the remedy where the tokens of the draft model at ``path`` would mean something
+    else to the target. Where one of the two has no tokenizer, nobody can tell."""
+    if target.tokenizer is None:  # --skip-tokenizer-init
         return
-    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    if ours != theirs:
-        token = next(t for t in sorted(ours.keys() | theirs.keys()) if ours.get(t) != theirs.get(t))
+    try:
+        ours, theirs = _ordinary_tokens(target.tokenizer, _tokenizer_of(draft.model_runner.model_config))
+    except Exception as error:  # of whatever kind of tokenizer, which the draft does not need to be served
+        logger.warning(
+            "AdaServe: the tokens of the draft %s were not compared with the target's (%r): make sure that "
+            "both models have the same tokenizer",
+            path, error,
+        )  # fmt: skip
+        return
+    if different := [t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)]:
+        token = min(different)
         raise ValueError(
-            f"draft{name} and target number their tokens differently (first difference: {token!r} is "
-            f"{theirs.get(token)} in the draft and {ours.get(token)} in the target): "
+            f"the draft {path} and the target number {len(different)} of their tokens differently (first "
+            f"{token!r}, which is {theirs.get(token)} in the draft and {ours.get(token)} in the target): "
             "choose a draft with the target's tokenizer"
         )
+
+
+def _ordinary_tokens(target: Any, draft: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Tokens and their ids of two tokenizers, without those that either has added to its vocabulary. Models
+    of a family differ in them (marks of turns, thoughts and tools), and a draft is wrong there at most.
+
+    Raises ValueError where one has no others: Transformers makes such a one for some folders without any.
+    """
+    added = target.get_added_vocab().keys() | draft.get_added_vocab().keys()
+    ours, theirs = ({t: i for t, i in each.get_vocab().items() if t not in added} for each in (target, draft))
+    if not (ours and theirs):
+        raise ValueError("one of them has no tokenizer")
+    return ours, theirs
+
+
+def _tokenizer_of(config: Any) -> Any:
+    """By a draft's ``ModelConfig``: SGLang gives it no tokenizer, and --tokenizer-path names the target's."""
+    return get_tokenizer(
+        config.model_path,
+        tokenizer_mode=get_serving().tokenizer_mode,
+        trust_remote_code=get_model().trust_remote_code,
+        revision=config.revision,
+        tokenizer_backend=get_serving().tokenizer_backend,
+    )

@@ -156,23 +156,20 @@ def test_which_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_draft_may_pad_its_vocabulary_less() -> None:
-    from adaserve.engine.sources.draft_model import require_common_vocabulary
+    from adaserve.engine.sources.draft_model import require_same_size
 
     class Tokenizer:
         def __len__(self) -> int:
             return 150
-
-        def get_vocab(self) -> dict[str, int]:
-            return {f"t{i}": i for i in range(150)}
 
     def worker(size: int, device: str = "cuda") -> Any:
         config = SimpleNamespace(vocab_size=size)
         runner = SimpleNamespace(model_config=config, device=device)
         return SimpleNamespace(model_runner=runner, tokenizer=Tokenizer())
 
-    require_common_vocabulary(worker(256), worker(160))
+    require_same_size(worker(256), worker(160), "draft")
     for target, draft in [(worker(160), worker(256)), (worker(256), worker(149))]:
         with pytest.raises(ValueError, match="choose a draft of the same family"):
-            require_common_vocabulary(target, draft)
+            require_same_size(target, draft, "draft")
     with pytest.raises(ValueError, match="choose a draft of the same family"):
-        require_common_vocabulary(worker(256, "cpu"), worker(160, "cpu"))
+        require_same_size(worker(256, "cpu"), worker(160, "cpu"), "draft")
