@@ -44,10 +44,12 @@ _SIZES = "_adaserve_sizes"
 
 def register() -> None:
     base = "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend"
+    hook(f"{base}.__init__", _own_threads, HookType.AFTER)
     hook(f"{base}.set_cache", _keep, HookType.AROUND)
     hook(f"{base}.get_cached_or_future_value", _use, HookType.BEFORE)
-    backend = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.__init__"
-    hook(backend, _limit_compiler, HookType.AFTER)
+    xgrammar = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend"
+    hook(f"{xgrammar}.__init__", _limit_compiler, HookType.AFTER)
+    hook(f"{xgrammar}._new_framing_compiler", _framing_compiler, HookType.AROUND)
 
 
 class Compilers(ThreadPoolExecutor):
@@ -62,23 +64,41 @@ class Compilers(ThreadPoolExecutor):
         return submit(compile, key, *more)
 
 
+def _own_threads(_: None, backend: Any, *__: Any, **___: Any) -> None:
+    """For all backends, and for the one that a reasoning parser puts around another: that compiles then."""
+    if is_active():
+        backend.executor = Compilers(usable_cores(), _give_way) if _on_cpu() else Compilers(None)
+
+
 def _limit_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:
-    """xgrammar keeps what it has compiled as well, by default without a limit. And it compiles with eight
-    threads: on two cores, a token of the others took three times as long for seconds."""
-    from sglang.srt.runtime_context import get_device
+    """xgrammar keeps what it has compiled as well, by default without a limit."""
+    from xgrammar import GrammarCompiler
+
+    if is_active():
+        backend.grammar_compiler = GrammarCompiler(
+            backend._tokenizer_info, max_threads=_threads(), cache_limit_bytes=MOST_BYTES
+        )
+
+
+def _framing_compiler(original: Callable[[Any], Any], tokenizer_info: Any) -> Any:
+    """The same for grammars that a reasoning parser puts into its own, of which nothing is kept."""
     from xgrammar import GrammarCompiler
 
     if not is_active():
-        return
-    if on_device(get_device().device):
-        threads = 8
-        backend.executor = Compilers(None)
-    else:
-        threads = 1  # the executor's, which gives way
-        backend.executor = Compilers(usable_cores(), _give_way)
-    backend.grammar_compiler = GrammarCompiler(
-        backend._tokenizer_info, max_threads=threads, cache_limit_bytes=MOST_BYTES
-    )
+        return original(tokenizer_info)
+    return GrammarCompiler(tokenizer_info, max_threads=_threads(), cache_enabled=False)
+
+
+def _threads() -> int:
+    """Of one compilation. On two cores, with xgrammar's eight, a token of the others took three times as long
+    for seconds. So there it is the executor's thread alone, which gives way."""
+    return 1 if _on_cpu() else 8
+
+
+def _on_cpu() -> bool:
+    from sglang.srt.runtime_context import get_device
+
+    return not on_device(get_device().device)
 
 
 def _give_way() -> None:

@@ -121,12 +121,16 @@ TARGETS = {
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo._apply_post_grammar_logits_transforms": [
         "self", "logits",
     ],
+    "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.__init__": ["self"],
     "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.set_cache": ["self", "key", "value"],
     "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.get_cached_or_future_value": [
         "self", "key", "require_reasoning",
     ],
     "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.__init__": [
         "self", "tokenizer", "vocab_size",
+    ],
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._new_framing_compiler": [
+        "tokenizer_info",
     ],
     "sglang.srt.sampling.watermarking.core.redact_watermark_secrets": ["value", "in_watermark_config"],
     "sglang.srt.sampling.watermarking.core.redact_watermark_command_line": ["argv", "watermark_config"],

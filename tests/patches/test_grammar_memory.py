@@ -10,9 +10,21 @@ from typing import Any
 
 import pytest
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
+from sglang.srt.plugins.hook_registry import _wrap_fn
 
 from adaserve.patches import grammar_memory
-from adaserve.patches.grammar_memory import LATE, LONG, NICE, Compilers, _keep, _limit_compiler, _use
+from adaserve.patches.grammar_memory import (
+    LATE,
+    LONG,
+    NICE,
+    Compilers,
+    _framing_compiler,
+    _keep,
+    _limit_compiler,
+    _own_threads,
+    _use,
+)
 
 
 class Backend:
@@ -101,7 +113,7 @@ def test_compiling_gives_way_to_models_on_a_cpu(
     """Else one schema takes the cores from everybody's tokens for seconds."""
     compiled_with: list[int] = []
 
-    def compiler(_: Any, max_threads: int, cache_limit_bytes: int) -> None:
+    def compiler(_: Any, max_threads: int, **__: Any) -> None:
         compiled_with.append(max_threads)
 
     def niceness() -> int:
@@ -110,13 +122,33 @@ def test_compiling_gives_way_to_models_on_a_cpu(
     monkeypatch.setattr("xgrammar.GrammarCompiler", compiler)
     monkeypatch.setattr("sglang.srt.runtime_context.get_device", lambda: SimpleNamespace(device=device))
     vars(backend).update(executor=ThreadPoolExecutor(), _tokenizer_info=None)
+    _own_threads(None, backend)
     _limit_compiler(None, backend)
-    assert compiled_with == [threads]
+    _framing_compiler(lambda _: pytest.fail("with eight threads"), None)
+    assert compiled_with == [threads] * 2
     usual = niceness()
     for text in ("short", "long" * LONG):
         ran = vars(backend)["executor"].submit(lambda *_: niceness(), ("json", text), False)
         assert ran.result() == min(19, max(usual, NICE * gives_way))
     assert niceness() == usual, "only the threads that compile"
+
+
+def test_a_reasoning_parser_compiles_in_the_same_threads(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands around the backend that compiles, and is what SGLang asks."""
+    hooks: dict[str, tuple[Any, Any]] = {}
+    monkeypatch.setattr(grammar_memory, "hook", lambda target, *how: hooks.update({target: how}))
+    grammar_memory.register()
+    how = hooks["sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.__init__"]
+    monkeypatch.setattr(BaseGrammarBackend, "__init__", _wrap_fn(BaseGrammarBackend.__init__, *how))
+    detector = SimpleNamespace(
+        get_think_end_token_ids=lambda _: [1], get_answer_frame=lambda: None, think_excluded_tokens=None
+    )
+    parser: Any = SimpleNamespace(detector=detector)
+    tokenizer: Any = None
+    around = ReasonerGrammarBackend(BaseGrammarBackend(), parser, tokenizer)
+    assert isinstance(around.executor, Compilers)
 
 
 def test_long_grammars_hold_up_nobody_else() -> None:
