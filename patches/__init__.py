@@ -52,7 +52,12 @@ def wrap_routes(app: Any, paths: Collection[str], wrap: Callable[[Any], Any]) ->
 
 
 def is_active() -> bool:
-    """Whether the server of this process runs ADASERVE; hooks leave any other as SGLang made it."""
+    """Whether the server of this process runs ADASERVE.
+
+    Hooks leave any other as SGLang made it. But it starts on hosts where SGLang alone would not (what acts
+    "while a server starts"), tells nobody its keys (``keys``), and keeps few of the processors that it has
+    read (``logit_processors``).
+    """
     from sglang.srt.runtime_context import get_spec
 
     return is_ours(get_spec().speculative_algorithm)

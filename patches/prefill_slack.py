@@ -27,7 +27,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 from adaserve.patches.served_worker import load_of, worker_of
 
 
@@ -89,7 +89,7 @@ def _whole_beside_a_started_one(
 ) -> Any:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    if has_chunked_req and self.rem_chunk_tokens is not None:
+    if has_chunked_req and self.rem_chunk_tokens is not None and is_active():
         left = self.ceil_paged_tokens(len(req.full_untruncated_fill_ids) - req.prefix_len)
         if left > self.rem_chunk_tokens or self.is_hybrid_swa:
             return AddReqResult.OTHER

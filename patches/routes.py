@@ -23,7 +23,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV, is_measured
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 from adaserve.patches.boundary import applies, refusal
 
 MAX_BODY_BYTES = 32 << 20
@@ -186,6 +186,8 @@ def _render(original: Callable[..., Any], self: Any, request: Any, *rest: Any) -
     try:
         return original(self, request, *rest)
     except (TypeError, AttributeError, LookupError) as error:
+        if not is_active():
+            raise
         raise ValueError(f"the chat template cannot render this request: {error!r}") from error
 
 

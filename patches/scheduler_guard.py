@@ -35,7 +35,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import RequestError
 from adaserve.identity import is_ours
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 
 logger = logging.getLogger("adaserve")
 
@@ -59,7 +59,7 @@ def register() -> None:
     hook(f"{scheduler}.abort_request", _abort, HookType.AROUND)
     sessions = "sglang.srt.session.session_controller"
     hook(f"{sessions}.SessionController.open", _open_session, HookType.AROUND)
-    hook(f"{sessions}.SessionReqNode.clear", drop, HookType.REPLACE)
+    hook(f"{sessions}.SessionReqNode.clear", _drop, HookType.AROUND)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     hook(f"{manager}._handle_open_session_req_output", _tell_why, HookType.BEFORE)
 
@@ -161,7 +161,7 @@ def _open_session(original: Callable[..., Any], self: Any, recv_req: Any) -> Any
     """The reason travels as the output's ``rid``, which nothing else uses."""
     from sglang.srt.managers.io_struct import OpenSessionReqOutput
 
-    if len(self.sessions) < MAX_SESSIONS:
+    if len(self.sessions) < MAX_SESSIONS or not is_active():
         return original(self, recv_req)
     logger.warning("AdaServe: session %r is refused: %s are open", recv_req.session_id, MAX_SESSIONS)
     why = f"{MAX_SESSIONS} sessions are open, which is the most: close some, or give them a timeout"
@@ -175,14 +175,17 @@ def _tell_why(self: Any, recv_obj: Any) -> None:
         future.set_exception(RequestError(recv_obj.rid))
 
 
-def drop(self: Any, req_dict: dict[str, Any]) -> None:
+def _drop(original: Callable[..., None], self: Any, req_dict: dict[str, Any]) -> None:
     """Takes a turn and all that follow it out of its session's ``req_dict``; they end if they run."""
+    if not is_active():
+        return original(self, req_dict)
     turns = [self]
     while turns:
         turn = turns.pop()
         turns += turn.children
         turn.abort()
         req_dict.pop(turn.req.rid, None)
+    return None
 
 
 def _abort(original: Callable[..., None], self: Any, recv_req: Any) -> None:

@@ -24,11 +24,15 @@ Check = Callable[[Any, int], bool]
 
 def register() -> None:
     hook("sglang.srt.managers.schedule_batch.Req._check_str_based_finish", _check, HookType.AROUND)
-    hook("sglang.srt.sampling.sampling_params.get_max_seq_length", longest_match, HookType.REPLACE)
+    hook("sglang.srt.sampling.sampling_params.get_max_seq_length", _longest, HookType.AROUND)
+
+
+def _longest(original: Callable[[str], int], regex_str: str) -> int:
+    return longest_match(regex_str) if is_active() else original(regex_str)
 
 
 def longest_match(regex_str: str) -> int:
-    """Characters that the expression matches at most."""
+    """Characters that the expression matches at most. To look around is refused by the boundary."""
     return int(regex_parser.parse(regex_str).getwidth()[1])
 
 

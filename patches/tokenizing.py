@@ -21,7 +21,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import RequestError
 from adaserve.boundary.prompts import require_few, require_few_scored, require_fitting
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 from adaserve.patches.boundary import applies
 
 OF_THE_RENDERER = frozenset(
@@ -126,6 +126,8 @@ def _few_items(self: Any, query: Any = None, items: Any = None, *_: Any, **__: A
 
 async def _few_questions(original: Callable[..., Awaitable[Any]], encoded: Iterator[Any]) -> Any:
     """Each question is asked about the whole input, which is rendered and tokenized again."""
+    if not is_active():
+        return await original(encoded)
 
     def few() -> Iterator[Any]:
         size = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from adaserve.patches.metric_labels import (
     MAX_CUSTOM,
     MAX_PRIORITIES,
@@ -15,6 +17,7 @@ from adaserve.patches.metric_labels import (
 )
 
 
+@pytest.mark.usefixtures("ours")
 def test_paths_that_nobody_serves_share_a_label() -> None:
     assert _path(("/v1/models/{model:path}", True), None)[0] == "/v1/models/{model:path}"
     assert _path(("/x" * 30_000, False), None)[0] == OTHER_PATHS
@@ -51,6 +54,7 @@ def test_other_servers_count_as_they_do() -> None:
     assert counted("priority", [*range(100)], "EAGLE") == [*range(100)]
 
 
+@pytest.mark.usefixtures("ours")
 def test_queues_are_counted_by_few_priorities() -> None:
     collector = SimpleNamespace(_known_priorities=set())
     for first in range(0, 1000, 10):

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import OpenSessionReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from sglang.srt.session.session_controller import Session, SessionController, SessionReqNode
 
 from adaserve.boundary import RequestError
 from adaserve.patches import scheduler_guard
 
 
+@pytest.mark.usefixtures("ours")
 def test_there_is_a_most_of_open_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_guard, "MAX_SESSIONS", 2)
     sessions = SessionController(tree_cache=None)  # closing would ask the cache; nothing here does
@@ -115,8 +117,10 @@ TURNS = 3000
 """More than Python calls one inside the other."""
 
 
+@pytest.mark.usefixtures("ours")
 def test_a_long_chain_of_turns_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SessionReqNode, "clear", scheduler_guard.drop)
+    drop = _wrap_fn(SessionReqNode.clear, scheduler_guard._drop, HookType.AROUND)
+    monkeypatch.setattr(SessionReqNode, "clear", drop)
     session, last = Session(capacity_of_str_len=100), None
     for number in range(TURNS):
         req = made(rid=str(number), origin_input_ids=[5], origin_input_ids_unpadded=[5])

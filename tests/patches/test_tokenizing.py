@@ -88,6 +88,7 @@ def test_a_score_makes_so_many_prompts() -> None:
             _few_items(manager, query, items)
 
 
+@pytest.mark.usefixtures("ours")
 def test_questions_about_a_long_input_are_few() -> None:
     async def collect(questions: Any) -> list[Any]:
         return list(questions)
