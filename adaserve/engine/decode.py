@@ -363,9 +363,11 @@ class DecodeLoop:
         """Forwards since the last time, of the target and of each that drafts beside it."""
         return [model.take_runs() for model in (self.device.target, *self.device.drafters)]
 
-    def finished(self, rid: str) -> None:
-        """A request has ended. Called before SGLang gives its slots to the radix cache."""
-        if (row := self.requests.end(rid)) is not None:
+    def finished(self, rid: str, holds_row: bool = True) -> None:
+        """A request has ended. Called before SGLang gives its slots to the radix cache. Where it has lost its
+        row of the request pool, they are others' by now."""
+        row = self.requests.end(rid)
+        if row is not None and holds_row:
             unheard = self._arriving is not None and bool((self._arriving.rows.pool_rows == row).any())
             for source in self.sources:
                 source.finished(row, unheard)

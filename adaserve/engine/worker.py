@@ -216,7 +216,7 @@ class AdaServeWorker(BaseSpecWorker):
         for req, row, token in zip(batch.reqs, rows_of_pool(batch).tolist(), first_tokens, strict=True):
             state, lost = self._requests.start(req, row, token, self.ledger.slo(req), now_s)
             if lost is not None:
-                self.loop.forget(lost)
+                self.loop.finished(lost, holds_row=False)
             self.loop.tap.started(req, state)
 
     def _observed(self, outcome: IterationOutcome) -> None:
@@ -231,15 +231,9 @@ class AdaServeWorker(BaseSpecWorker):
         self.loop.finished(rid)
 
     def ended_early(self, rid: str, holds_row: bool) -> None:
-        """A request that SGLang does not report (``patches/request_ends.py``). The slots of one that has lost
-        its row are others' by now."""
-        if rid not in self._requests:
-            return
-        if holds_row:
-            self.loop.finished(rid)
-        else:
-            self._requests.end(rid)
-            self.loop.forget(rid)
+        """A request that SGLang does not report (``patches/request_ends.py``)."""
+        if rid in self._requests:
+            self.loop.finished(rid, holds_row)
 
     def number_requests(self, number: int) -> None:
         """The next request to be prefilled has this number, and the noise of the one that had it before.

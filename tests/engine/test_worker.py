@@ -12,6 +12,7 @@ from adaserve.engine import worker as module
 from adaserve.engine.times import Times
 from adaserve.engine.worker import AdaServeWorker
 from adaserve.scheduler.interface import IterationOutcome
+from tests.engine.gpu.test_decode import Run
 
 
 def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,3 +70,20 @@ def test_model_time_of_loops_is_without_prefills() -> None:
     times.decoded(ended(1.2, 0.09, unread=True, nodes=0, prefilled=False), [runs(0.01), runs(0.02)])
     assert times.report()["unread"] == 1.0, "there was nothing to read"
     assert times.report()["stalls"] == 1.0 and times.report()["stalled_s"] == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize("holds_row", [True, False])
+def test_who_leaves_is_forgotten_behind_the_last_outcome(holds_row: bool) -> None:
+    """SGLang may abort a request in the queue while the iteration that it was in still runs. The outcome
+    would bring it back, for as long as the server lives."""
+    run, told = Run("none", overlap=True), list[str]()
+    run.step()
+    run.loop.requests._row["r1"] = run.reqs[1].req_pool_idx
+    run.loop.observed = lambda _: told.append("outcome")
+    run.loop.forget = told.append  # type: ignore[method-assign]
+    worker: Any = SimpleNamespace(loop=run.loop, _requests=run.loop.requests)
+    for _ in range(2):  # of one that is gone nothing is left to forget
+        AdaServeWorker.ended_early(worker, "r1", holds_row)
+    assert told == [] and "r1" not in run.loop.requests
+    run.loop.settle()
+    assert told == ["outcome", "r1"]
