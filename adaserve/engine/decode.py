@@ -99,7 +99,7 @@ class DecodeLoop:
         self._take_runs()  # what drafts have read in prefills is no part of this iteration
         behind, drawn = self._hear(batch, asked, settings, grammar_barrier)
         if self.learner is not None:
-            self.learner.look(self.requests.unfinished, time.perf_counter())
+            self.learner.look(states, time.perf_counter())
         policy, early = self.decisions.policy, self._take_early(states)
         start_s, start = time.perf_counter(), self.device.mark()
         rows, offers = self._offered(self._rows(batch, pool_rows, asked, early))

@@ -34,10 +34,6 @@ class Requests:
     def at(self, rows: Sequence[int]) -> list[RequestState]:
         return [self.states[row] for row in rows]
 
-    @property
-    def unfinished(self) -> list[RequestState]:
-        return self.at(list(self._row.values()))
-
     def start(
         self, req: Any, row: int, token: int, slo: SLO, now_s: float
     ) -> tuple[RequestState, str | None]:

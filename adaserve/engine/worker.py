@@ -217,7 +217,10 @@ class AdaServeWorker(BaseSpecWorker):
             state, lost = self._requests.start(req, row, token, self.ledger.slo(req), now_s)
             if lost is not None:
                 self.loop.finished(lost, holds_row=False)
-            self.loop.tap.started(req, state)
+            if req is batch.chunked_req:  # more of its prompt comes, and this token means nothing
+                self.loop.tap.finished(req.rid)
+            else:
+                self.loop.tap.started(req, state)
 
     def _observed(self, outcome: IterationOutcome) -> None:
         """Tells prefills, ledger and costs what an iteration did."""

@@ -232,6 +232,7 @@ FIELDS = {
         "logits_output", "next_token_ids", "accept_lens", "new_seq_lens", "next_draft_input",
         "speculative_num_draft_tokens", "speculative_output_stride", "can_run_cuda_graph",
     },
+    "sglang.srt.managers.schedule_batch.ScheduleBatch": {"chunked_req"},
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": {
         "temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy",
         "logit_bias", "vocab_size", "has_custom_logit_processor", "custom_logit_processor", "custom_params",
@@ -385,6 +386,7 @@ def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:
     limit = "adder.chunked_req_limit = self.policy.shortest_prefill_chunk_limit("
     assert limit in source, "nobody could pass a started prompt"
     assert "has_chunked_req=(self.chunked_req is not None)" in source, "two prompts could be started"
+    assert "chunked_req=self.chunked_req,\n" in source, "the worker took parts of prompts for whole ones"
 
 
 def test_what_a_worker_says_about_itself_keeps_its_order() -> None:

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from adaserve.engine import worker as module
+from adaserve.engine.requests import Requests
+from adaserve.engine.state import RequestState
 from adaserve.engine.times import Times
 from adaserve.engine.worker import AdaServeWorker
 from adaserve.scheduler.interface import IterationOutcome
+from adaserve.slo.classes import SLO
 from tests.engine.gpu.test_decode import Run
 
 
@@ -72,6 +75,38 @@ def test_model_time_of_loops_is_without_prefills() -> None:
     assert times.report()["stalls"] == 1.0 and times.report()["stalled_s"] == pytest.approx(0.06)
 
 
+class Request:
+    """One of SGLang's, as far as the worker reads it when its prompt was read."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid, self.origin_input_ids, self.output_ids = rid, [5] * 8, []
+        self.sampling_params = SimpleNamespace(custom_params=None)
+
+
+def test_a_prompt_is_recorded_when_all_of_it_was_read() -> None:
+    """What was drawn behind a part of it means nothing, and nobody may wait for its logits."""
+    told: list[Any] = []
+    tap = SimpleNamespace(
+        started=lambda req, state: told.append((req.rid, state.generated)),
+        finished=lambda rid: told.append((rid, "closed")),
+    )
+    worker: Any = SimpleNamespace(
+        _requests=Requests((1, 0)),
+        ledger=SimpleNamespace(slo=lambda req: SLO("default")),
+        loop=SimpleNamespace(tap=tap),
+    )
+    long, short = Request("long"), Request("short")
+
+    def prefilled(reqs: list[Request], rows: list[int], tokens: list[int], chunked: Request | None) -> None:
+        batch = SimpleNamespace(reqs=reqs, req_pool_indices_cpu=torch.tensor(rows), chunked_req=chunked)
+        AdaServeWorker._start_requests(worker, batch, tokens)
+
+    prefilled([long], [0], [21], chunked=long)
+    prefilled([long, short], [0, 1], [22, 23], chunked=long)
+    prefilled([long], [0], [24], chunked=None)
+    assert told == [("long", "closed"), ("long", "closed"), ("short", [23]), ("long", [24])]
+
+
 @pytest.mark.parametrize("holds_row", [True, False])
 def test_who_leaves_is_forgotten_behind_the_last_outcome(holds_row: bool) -> None:
     """SGLang may abort a request in the queue while the iteration that it was in still runs. The outcome
@@ -87,3 +122,13 @@ def test_who_leaves_is_forgotten_behind_the_last_outcome(holds_row: bool) -> Non
     assert told == [] and "r1" not in run.loop.requests
     run.loop.settle()
     assert told == ["outcome", "r1"]
+
+
+def test_a_trainer_hears_of_the_requests_that_run() -> None:
+    """One that was taken back, or whose prompt is read in parts, has a clock as well."""
+    run, seen = Run("none", overlap=False), list[list[str]]()
+    run.loop.requests.states[99] = RequestState("waits", "default", 0.02, 0.0, generated=[5])
+    run.loop.requests._row["waits"] = 99
+    run.loop.learner = cast(Any, SimpleNamespace(look=lambda states, _: seen.append([s.rid for s in states])))
+    run.step()
+    assert seen == [["r0", "r1", "r2", "r3"]]

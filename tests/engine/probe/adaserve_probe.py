@@ -274,7 +274,7 @@ def probed(base: type) -> type:
 
         def ended_early(self, rid: str, holds_row: bool) -> None:
             super().ended_early(rid, holds_row)
-            self.stats["unfinished"] = [state.rid for state in self.loop.requests.unfinished]
+            self.stats["unfinished"] = list(self.loop.requests._row)
             self._write()
 
         def _count(self, outcome: Any) -> None:
