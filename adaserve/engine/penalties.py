@@ -154,7 +154,8 @@ def _forbidden_stops(
 def stop_tokens(req: Any) -> list[int]:
     """Tokens that end the request, unless it ignores them."""
     stops = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
-    stops |= set(req.tokenizer.additional_stop_token_ids or ()) | {req.tokenizer.eos_token_id}
+    if req.tokenizer is not None:  # --skip-tokenizer-init
+        stops |= set(req.tokenizer.additional_stop_token_ids or ()) | {req.tokenizer.eos_token_id}
     return sorted(s for s in stops if s is not None)
 
 

@@ -255,3 +255,11 @@ def test_a_long_text_is_cut(ring: tuple[Ring, Ring], monkeypatch: pytest.MonkeyP
     assert 12 <= len(record) < 12 + 5 and record.start + len(record) + 1 == len(record.tokens)
     drawn_by = gumbel(np.full(len(record), 7, np.uint64), 4 + np.arange(len(record)), 23)
     assert (draft_reading.noise(record, 23).numpy() == drawn_by).all(), "noise of other positions"
+
+
+def test_a_server_without_a_tokenizer_knows_the_ends_of_texts(ring: tuple[Ring, Ring]) -> None:
+    """With --skip-tokenizer-init a request still has those that it states, and the model's."""
+    service = Service(ring[0], [[3, 4, 5]], stop_token_ids=[7])
+    service.reqs[0].tokenizer, service.reqs[0].eos_token_ids = None, {9}
+    service.start()
+    assert service.tap._open["r0"].stops == {7, 9}
