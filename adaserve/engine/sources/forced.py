@@ -22,6 +22,7 @@ from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
+from adaserve.patches.grammar_time import limited_time
 from adaserve.scheduler.interface import CandidateTrees
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ class ForcedSource(TreeSource):
             if most[r]:
                 if self._mask is None:
                     self._mask = grammar.allocate_vocab_mask(rows.grammars.vocab_size, 1, "cpu")
-                chains[r] = forced(grammar, self._spelling, most[r], self._mask)
+                with limited_time(rows.grammars.reqs[r]):
+                    chains[r] = forced(grammar, self._spelling, most[r], self._mask)
                 state = rows.states[r]
                 self._offered.append(_Chain(state, len(state.generated), chains[r]))
         return _proposal(chains, math.log(self.rates.rate[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import transformers
 from adaserve.engine.grammar import Grammars
 from adaserve.engine.sources.forced import FORCED, START, ForcedSource, spelling_of
 from adaserve.engine.state import DecodeRows, RequestState
+from adaserve.patches import grammar_time
 from adaserve.scheduler.interface import CandidateTrees, RunningBatch
 from tests.engine.pairs import VOCAB, save_tokenizer
 
@@ -46,9 +48,9 @@ class Server:
             remaining_tokens=np.full(n, 100), max_depth=np.full(n, max_depth), temperature=np.zeros(n),
         )  # fmt: skip
         live = {r: self.backend.dispatch_regex(e) for r, e in enumerate(expressions) if e is not None}
-        return DecodeRows(
-            states, np.full(n, 9), np.arange(n), running, grammars=Grammars([], live, VOCAB) if live else None
-        )
+        reqs = [SimpleNamespace(to_finish=None) for _ in expressions]
+        grammars = Grammars(reqs, live, VOCAB) if live else None
+        return DecodeRows(states, np.full(n, 9), np.arange(n), running, grammars=grammars)
 
     def offer(self, rows: DecodeRows) -> CandidateTrees | None:
         proposal = self.source.offer(rows)
@@ -129,3 +131,20 @@ def test_what_is_never_right_is_not_offered(server: Server) -> None:
     for _ in range(400):
         server.source.rates.learn(0, False)
     assert server.offer(rows) is None
+
+
+def test_a_grammar_that_takes_long_ends_its_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others wait while it is asked what it forces."""
+    rows, clock = server.rows("dog", "cat"), SimpleNamespace(now_s=0.0)
+    assert rows.grammars is not None
+    reqs, slow = rows.grammars.reqs, rows.grammars.live[1]
+
+    def asked(grammar: Any, *_: Any) -> list[Any]:
+        clock.now_s += 10.0 if grammar is slow else 0.001
+        return []
+
+    monkeypatch.setattr("adaserve.engine.sources.forced.forced", asked)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_size=1))
+    monkeypatch.setattr(grammar_time, "time", SimpleNamespace(thread_time=lambda: clock.now_s))
+    assert server.offer(rows) is None
+    assert [req.to_finish is not None for req in reqs] == [False, True]
