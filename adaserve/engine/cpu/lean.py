@@ -56,11 +56,6 @@ class LeanModel:
         self.sink: Sink | None = None
         """Who is given hidden states of every forward, for heads that read them."""
 
-    @property
-    def backend(self) -> str:
-        """ "native" with the C kernels, "torch" without."""
-        return self.held.name
-
     def store(self, weights: ModelWeights, storage: Storage) -> None:
         """From now on these weights, stored like this."""
         self.storage = storage

@@ -299,11 +299,21 @@ def at_the_end(batch: TreeBatch, room: int) -> Arrays:
 
 
 def _padding(rows: int, first: int) -> Arrays:
-    """Requests without text."""
-    none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
+    """Requests without text, for a search whose first step has room for ``first`` tokens of each."""
     places = np.zeros((rows, first), np.int64)
-    return {"tokens": places, "places": places, "base": none, "pool_rows": none,
-            "scale": ones, "spread": 0 * ones, "keys": none.astype(np.uint64)}  # fmt: skip
+    return {"tokens": places, "places": places, **nothing(rows)}
+
+
+def nothing(rows: int) -> Arrays:
+    """Greedy searches of requests without text."""
+    none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
+    return {
+        "base": none,
+        "pool_rows": none,
+        "scale": ones,
+        "spread": 0 * ones,
+        "keys": none.astype(np.uint64),
+    }
 
 
 def text_seen(first: int, width: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,23 +30,19 @@ LEAST_FREE_BYTES = 1 << 30
 class Graph(Protocol):
     """A forward that can be run again on whatever its static inputs hold by then."""
 
-    output: Any
-
     def replay(self) -> Any:
         """Runs it; the output is overwritten by the next replay."""
         ...
 
 
 class EagerGraph:
-    """Calls the function again. ``output`` is what the last call returned."""
+    """Calls the function again."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self.output: Any = None
 
     def replay(self) -> Any:
-        self.output = self._function()
-        return self.output
+        return self._function()
 
 
 class CapturedGraph:
@@ -84,7 +80,6 @@ class CaptureReport:
     graphs: int = 0
     seconds: float = 0.0
     bytes: int = 0
-    keys: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {"graphs": self.graphs, "seconds": round(self.seconds, 3), "bytes": self.bytes}
@@ -125,7 +120,6 @@ class GraphTable:
         self.report.graphs += 1
         self.report.seconds += time.perf_counter() - start_s
         self.report.bytes += max(0, torch.cuda.memory_reserved() - before)
-        self.report.keys.append(str(key))
         return graph
 
 

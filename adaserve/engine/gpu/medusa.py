@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adaserve.engine.device import KeepGoing, Ready, Run, Search
-from adaserve.engine.gpu.beam_search import best_children, queued_beams, reading
+from adaserve.engine.gpu.beam_search import best_children, nothing, queued_beams, reading
 from adaserve.engine.gpu.heads import keep_states
 from adaserve.engine.gpu.model import Parts
 from adaserve.engine.gpu.sizes import SearchKey
@@ -68,14 +68,14 @@ class GpuMedusa:
         """The deepest search that has a graph, over the batch's requests."""
         sizes, a = self._parts.sizes, len(batch.q_lens)
         shape = tree_shape(min(sizes.depth, self.most_steps), min(width, sizes.width), None)
-        arrays = {**_nothing(a), "base": batch.kv_lens - batch.q_lens, "pool_rows": batch.pool_rows}
+        arrays = {**nothing(a), "base": batch.kv_lens - batch.q_lens, "pool_rows": batch.pool_rows}
         self._runs.append(self._run(sizes.search(shape, a), shape, arrays)[1])
         return len(shape.beams)
 
     def capture(self, key: SearchKey) -> None:
         """Makes the graph of ``key``, which must not branch, on nothing but padding."""
         if len(key.beams) <= self.most_steps:
-            self._run(key, tree_shape(len(key.beams), key.beams[0], None), _nothing(0))
+            self._run(key, tree_shape(len(key.beams), key.beams[0], None), nothing(0))
 
     def take_runs(self) -> list[Run]:
         runs, self._runs = self._runs, []
@@ -117,18 +117,6 @@ class GpuMedusa:
         for layer in range(self._weight.shape[1]):
             x = x + functional.silu(torch.baddbmm(self._bias[:heads, layer], x, self._weight[:heads, layer]))
         return x
-
-
-def _nothing(rows: int) -> dict[str, np.ndarray]:
-    """Greedy searches of requests without text."""
-    none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
-    return {
-        "base": none,
-        "pool_rows": none,
-        "scale": ones,
-        "spread": 0 * ones,
-        "keys": none.astype(np.uint64),
-    }
 
 
 def gpu_medusa(parts: Parts, target: Any, folder: Path) -> GpuMedusa:

@@ -53,10 +53,6 @@ class Tiers:
             return self.sizes[place]
         return -(-size // self.sizes[-1]) * self.sizes[-1]
 
-    def captured(self, size: int) -> bool:
-        """Whether this padded size gets a graph."""
-        return size <= self.sizes[-1]
-
     @staticmethod
     def up_to(most: int, steps: int = 2) -> Tiers:
         """1, 2, 4, 8, 12, 16, then so many steps, of 8 at least, from each power of two to the next one,

@@ -38,7 +38,7 @@ def test_tiers_waste_little(most: int) -> None:
     assert tiers.sizes[-1] == most
     for size in range(1, most + 1):
         padded = tiers.fit(size)
-        assert size <= padded <= most and tiers.captured(padded)
+        assert size <= padded <= most and padded in tiers.sizes
         assert padded <= max(2 * size, 1) if size < 16 else padded <= 1.5 * size
         assert size < 32 or fine.fit(size) <= 1.25 * size
     assert len(tiers.sizes) <= 6 + 8 * max(1, most.bit_length() - 3), "graphs cost memory and time at start"
@@ -47,7 +47,7 @@ def test_tiers_waste_little(most: int) -> None:
 
 def test_beyond_the_tiers() -> None:
     tiers = Tiers((1, 2, 4))
-    assert [tiers.fit(n) for n in (5, 8, 9)] == [8, 8, 12] and not tiers.captured(8)
+    assert [tiers.fit(n) for n in (5, 8, 9)] == [8, 8, 12] and 8 not in tiers.sizes
 
 
 @pytest.mark.parametrize("sizes", [(), (2, 1), (0, 1), (1, 1)])
