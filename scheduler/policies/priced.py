@@ -322,8 +322,9 @@ class PricedPolicy(BasePolicy):
         super().observe(outcome)
         plan, trees = outcome.plan, outcome.trees
         bought = self._bought.pop(plan.iteration, None)
-        ends = (every - 1 == plan.iteration % every for every in (RELAXED, self.config.probe_every))
-        if bought is not None and (len(plan.running) >= SMALL or any(ends)):
+        turns = (RELAXED, self.config.probe_every)
+        due = len(plan.running) >= SMALL or any(plan.iteration % every == every - 1 for every in turns)
+        if bought is not None and due:
             f, priced = bought
             self._learn_potential(plan.running.rids, trees, f)
             if trees.draft_steps:

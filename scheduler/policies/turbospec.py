@@ -70,7 +70,7 @@ class TurboSpecPolicy(BasePolicy):
         underway = running.underway
         self._idle = 0 if underway is not None and underway.depth else self._idle + 1
         if self._idle >= self.config.turbo_probe_every:
-            if underway is None:  # else the next iteration drafts, unless it has to plan anew
+            if underway is None:  # else nothing is drafted by this plan, and the next one asks again
                 self._idle = 0
             return self._chain(n, 1)
         return Shape(Draft(0), deepest=0)

@@ -156,8 +156,8 @@ def prefills_as_served(profile: LatencyModel, results: Results) -> StepCost | No
 
 def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
     """One factor for the start of a draft with its first step, and one for all further steps, by the blocks
-    whose drafts have the same number of steps in every iteration. Where all of them have one number, which
-    can't tell the two apart, one factor for both."""
+    whose drafts have the same number of steps in every iteration. Where these can't tell the two apart, as
+    when all have one number, one factor for both."""
     parts, served_s, lengths = [], [], set()
     for line, server in _counted(results):
         steps = length_of(line["setting"])
@@ -170,15 +170,15 @@ def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
         lengths.add(steps)
     if not any(served_s):
         return profile
-    profiled = np.array(parts)
-    if len(lengths) == 1:
-        profiled = profiled.sum(axis=1, keepdims=True) * (1.0, 0.0)
-    first, later = nnls(profiled, np.array(served_s))[0]
+    profiled, served = np.array(parts), np.array(served_s)
+    first, later = nnls(profiled, served)[0] if len(lengths) > 1 else (0.0, 0.0)
+    if not (first and later):
+        first = later = nnls(profiled.sum(axis=1, keepdims=True), served)[0][0]
     start = profile.draft_first or profile.draft
     return replace(
         profile,
-        draft=_scaled(profile.draft, later or first),
-        draft_first=_scaled(start, first or later),
+        draft=_scaled(profile.draft, later),
+        draft_first=_scaled(start, first),
     )
 
 
