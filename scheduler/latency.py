@@ -193,13 +193,14 @@ class Latency(ABC):
         return draft_s + self.verify_s(verify_tokens, context) + self.other_s()
 
     def knee_tokens(self, factor: float, most: int = 4096) -> int:
-        """Largest B whose verify forward costs at most ``factor`` times that of one token (>= 1).
+        """Largest B that an iteration without a draft verifies in at most ``factor`` times the time of one
+        token (>= 1).
 
-        AdaServe (EuroSys) section 3 chooses B by a profiled trade-off of throughput and latency; with
-        factor 2 compute has caught up with weight loading, v1's FLOP/s over bandwidth.
+        AdaServe (EuroSys) section 3 chooses B by a profiled trade-off of throughput and latency. The latency
+        that a request sees is that of the iteration: what is outside of the models counts.
         """
         grid = np.arange(1, most + 1, dtype=np.float64)
-        within = self.verify_s(grid) <= factor * self.verify_s(1.0)
+        within = self.verify_s(grid) + self.other_s() <= factor * (self.verify_s(1.0) + self.other_s())
         return int(np.flatnonzero(within)[-1]) + 1
 
 

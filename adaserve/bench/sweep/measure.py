@@ -234,6 +234,7 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
         "expected_tokens": per(sums["expected_tokens"], rows),
         "depth": per(sums["depth"], n),
         "width": per(sums["width"], n),
+        "budget": per(sums["budget"], n),
         "running": per(rows, n),
     }
 

@@ -427,7 +427,7 @@ def report(iterations: int, buckets: list[tuple[int, float]]) -> dict[str, objec
         {
             "iterations": n,
             "sums": {"running": 2.0 * n, "new_tokens": tokens, "verify_tokens": 8.0 * n,
-                     "depth": 3.0 * n, "draft_s": 0.1 * n, "select_s": 0.01 * n,
+                     "depth": 3.0 * n, "budget": 20.0 * n, "draft_s": 0.1 * n, "select_s": 0.01 * n,
                      "verify_s": 0.5 * n, "total_s": 0.7 * n},
         }
         for n, tokens in buckets
@@ -451,6 +451,7 @@ def test_the_servers_counters_are_taken_between_two_reports(after: list[tuple[in
     assert found["iterations"] == found["counted_iterations"] == 30
     assert found["tokens_per_verification"] == pytest.approx(120 / 60)
     assert found["tree_nodes"] == pytest.approx(3.0) and found["depth"] == pytest.approx(3.0)
+    assert found["budget"] == pytest.approx(20.0)
     seconds = found["seconds"]
     assert seconds["draft"] == pytest.approx(1.5) and seconds["verify"] == pytest.approx(12.0)
     assert seconds["select"] == pytest.approx(0.3) and seconds["other"] == pytest.approx(30 * 0.24)
