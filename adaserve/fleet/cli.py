@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from adaserve.commands import flags, new_folder
+from adaserve.options import with_config
 
 if TYPE_CHECKING:
     from adaserve.fleet.local import Fleet
@@ -46,14 +47,14 @@ def up(
 ) -> None:
     """Start replicas and a router in front of them, and watch over them until Ctrl-C.
 
-    Flags of `adaserve serve` are accepted too and passed to each replica. A replica that dies is started
-    again. Ctrl-C waits for requests in flight; a second Ctrl-C does not.
+    Flags of `adaserve serve` are accepted too, `--config FILE` included, and passed to each replica. A
+    replica that dies is started again. Ctrl-C waits for requests in flight; a second Ctrl-C does not.
     """
     from adaserve.fleet.local import Fleet
 
     of_router = flags(router_flags, "--router-flags")
     folder = Path(tempfile.mkdtemp(prefix="adaserve-fleet-")) if logs is None else logs
-    fleet = Fleet.of(replicas, tuple(context.args), folder, router, of_router, host, port)
+    fleet = Fleet.of(replicas, tuple(with_config(context.args)), folder, router, of_router, host, port)
     folder.mkdir(parents=True, exist_ok=True)
     with console.status("starting") as status:
         fleet.up(lambda text: status.update(escape(text)))

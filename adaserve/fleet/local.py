@@ -30,6 +30,9 @@ LAST_PORT = 65535
 LEAST_LIFE_S = 30.0
 """A replica that dies sooner after its start is not started again."""
 
+BASELINE_FLAGS = ("--baseline-ms", "--adaserve-baseline-ms")
+"""Of `adaserve serve`, and the same setting among SGLang's flags."""
+
 _POLL_S = 0.5
 _WARM_REQUESTS = 4
 _FLAGS = {
@@ -67,7 +70,7 @@ class ReplicaSpec:
     def promising(self, baseline_ms: float) -> ReplicaSpec:
         """The same replica with that baseline, unless its flags give one: a class that is a multiple of the
         baseline must be the same SLO on all replicas, and each would measure another one on a busy host."""
-        if any(word.partition("=")[0] == "--baseline-ms" for word in self.flags):
+        if any(word.partition("=")[0] in BASELINE_FLAGS for word in self.flags):
             return self
         return replace(self, flags=(*self.flags, "--baseline-ms", f"{baseline_ms:.4g}"))
 

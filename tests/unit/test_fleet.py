@@ -55,7 +55,7 @@ def test_ports_flags_and_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_all_replicas_promise_what_the_first_one_measured() -> None:
     flags = ("--size", "12M")
     assert ReplicaSpec(1, flags).promising(18.04321).flags == (*flags, "--baseline-ms", "18.04")
-    for own in (("--baseline-ms", "20"), ("--baseline-ms=20",)):
+    for own in (("--baseline-ms", "20"), ("--baseline-ms=20",), ("--adaserve-baseline-ms", "20")):
         assert ReplicaSpec(1, own).promising(18.0).flags == own, "the user's flag wins"
 
 
@@ -115,6 +115,30 @@ def test_a_fleet_with_a_key_asks_with_it(flags: tuple[str, ...], tmp_path: Path)
     assert command[command.index("--api-key") + 1] == "K", "the router asks the replicas, too"
     own = Fleet.of(1, flags, tmp_path, "sglang-router", ("--api-key=R",)).router.spec
     assert own.headers == {"Authorization": "Bearer R"} and "K" not in own.command()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_file_of_flags_holds_for_the_fleet_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A key that stands only there is the router's, too; the ports are the fleet's."""
+    made: list[Fleet] = []
+
+    def up(fleet: Fleet, say: object) -> None:
+        made.append(fleet)
+        raise ServerError("far enough")
+
+    monkeypatch.setattr(Fleet, "up", up)
+    (tmp_path / "flags.yaml").write_text("api-key: K\nport: 5\nadaserve-baseline-ms: 20\n")
+    words = ["--config", str(tmp_path / "flags.yaml"), "--logs", str(tmp_path), "--port", "9000"]
+    said = CliRunner().invoke(app, ["fleet", "up", *words])
+    assert "far enough" in said.output
+    (fleet,) = made
+    assert fleet.router.spec.headers == {"Authorization": "Bearer K"} == fleet.replicas[0].spec.headers
+    assert [replica.url for replica in fleet.replicas] == ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
+    spec = fleet.replicas[0].spec
+    assert isinstance(spec, ReplicaSpec) and spec.promising(18.0) == spec, "the file gives a baseline"
+    assert spec.command()[-2:] == ["--port", "9001"]
 
 
 class Sleeper(ReplicaSpec):
