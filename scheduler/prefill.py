@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from adaserve.scheduler.averages import Numbers
+from adaserve.scheduler.gate import group_ends, readings_s, starting
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray
 from adaserve.scheduler.pressure import Pressure
 
@@ -42,10 +43,6 @@ GATE_CLAIM = 0.6
 
 STARTING_ITERATIONS = 12
 """Iterations that pass between the decision that a prompt starts and its first token, beyond its prefill."""
-
-PER_LOST = 4
-"""One running request may miss its SLO for every so many prompts that start together: a queue must not wait
-for the last slow ones of a batch."""
 
 MOST_WAITING = 64
 """A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
@@ -178,13 +175,10 @@ def first_token_due_s(arrival_s: Numbers, ttft_slo_s: Numbers, otherwise_s: floa
 
 
 def prefill_s(tokens: IntArray, pressure: Pressure) -> FloatArray:
-    """Seconds of prefills of ``tokens``, each in as few chunks as possible; any shape.
+    """Seconds of prefills of ``tokens`` [n], each in as few chunks as possible.
 
     A prompt of a few tokens takes nearly as long as one of some dozens."""
-    whole, rest = np.divmod(tokens, int(pressure.sizes[-1]))
-    sizes, seconds = np.concatenate([[0], pressure.sizes]), np.concatenate([[0.0], pressure.seconds])
-    taken: FloatArray = whole * float(seconds[-1]) + np.interp(rest, sizes, seconds)
-    return taken
+    return readings_s(tokens, pressure.sizes, pressure.seconds)
 
 
 def claimed_share(situation: Situation, order: IntArray) -> float:
@@ -236,25 +230,15 @@ def slack_tokens(situation: Situation, order: IntArray) -> int:
     return tokens
 
 
-def groups(situation: Situation, order: IntArray) -> list[IntArray]:
-    """``order`` in groups that are worth a forward: prompts that follow each other, until reading their
-    tokens takes as long as a forward does in any case, or no more fit whole into one. Lost ones are never
-    in a group with others, and fewer than ``PER_LOST`` prompts are judged one by one.
+def groups(situation: Situation, order: IntArray) -> IntArray:
+    """Where groups of ``order`` end that are worth a forward: prompts that follow each other, until reading
+    their tokens takes as long as a forward does in any case, or no more fit whole into one. Lost ones are
+    never in a group with others, and fewer than ``PER_LOST`` prompts are judged one by one.
 
     On a GPU, where one prompt costs nearly what ten cost, a group is all that fit; on a CPU it is one."""
     waiting, enough = situation.waiting, situation.pressure.worth_tokens
-    lost = (situation.late & waiting.stated)[order].tolist()
-    ends, tokens = list[int](), 0
-    for i, more in enumerate(waiting.prompt_left[order].tolist()):
-        full = tokens >= enough or tokens + more > situation.config.chunk_tokens
-        if i and (full or lost[i] != lost[i - 1]):
-            ends.append(i)
-            tokens = 0
-        tokens += more
-    found = list[IntArray]()
-    for group in np.split(order, ends):
-        found += [group] if len(group) >= PER_LOST else np.split(group, len(group)) if len(group) else []
-    return found
+    lost = (situation.late & waiting.stated)[order]
+    return group_ends(waiting.prompt_left[order], lost, enough, situation.config.chunk_tokens)
 
 
 def unsplit_tokens(situation: Situation, order: IntArray) -> int:
@@ -324,18 +308,12 @@ def held_back(situation: Situation, order: IntArray) -> BoolArray:
     config, waiting, pressure = situation.config, situation.waiting, situation.pressure
     if config.gate is None:
         return np.zeros(len(order), np.bool_)
-    left, least = waiting.prompt_left, needed_headroom(situation, order)
-    starts = np.isin(np.arange(len(left)), order[least[order] == 0.0])
-    closed = np.inf  # the least headroom that a group needs which waits
-    for group in groups(situation, order[~starts[order]]):
-        tokens, needed = int(left[group].sum()), float(least[group].min())
-        reading_s = float(prefill_s(left[starts].sum() + tokens, pressure))
-        joining = int(np.count_nonzero(starts)) + len(group)
-        room = pressure.stakes.headroom(joining, reading_s, len(group) // PER_LOST)
-        waits = room < needed or (needed >= closed and tokens < pressure.worth_tokens)
-        starts[group] = not waits
-        closed = min(closed, needed) if waits and len(group) > 1 else closed
-    return ~starts[order]
+    needed, stakes = needed_headroom(situation, order)[order], pressure.stakes
+    starts = starting(
+        waiting.prompt_left[order], needed, groups(situation, order[needed > 0.0]), pressure.worth_tokens,
+        pressure.sizes, pressure.seconds, stakes.left_s, stakes.iterations, stakes.cycle_s,
+    )  # fmt: skip
+    return ~starts
 
 
 def needed_headroom(situation: Situation, order: IntArray) -> FloatArray:
@@ -361,8 +339,9 @@ def first_to_start(situation: Situation, order: IntArray) -> IntArray:
     If all that wait started together, all of them could be too slow."""
     waiting = situation.waiting
     bound = waiting.has_tpot_slo
-    for first in groups(situation, order[bound[order]])[:1]:
-        bound[first] = False
+    tight = order[bound[order]]
+    for end in groups(situation, tight)[:1]:
+        bound[tight[:end]] = False
     return order[(~bound | waiting.started)[order]]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from adaserve.scheduler.averages import MovingAverage, blend
+from adaserve.scheduler.gate import headroom
 from adaserve.scheduler.interface import FloatArray, IntArray, RunningBatch
 from adaserve.scheduler.kv_reading import FadingFit
 from adaserve.scheduler.latency import ForwardCost, Latency
@@ -29,14 +31,8 @@ class Stakes:
     cycle_s: FloatArray  # [k + 1], of an iteration with 0, 1, ..., k more requests
 
     def headroom(self, joining: int, reading_s: float, spared: int = 0) -> float:
-        """The time left until the last token is due over the time that it needs, least over the requests but
-        the ``spared`` tightest, if ``joining`` more of them run and their prompts take ``reading_s``; inf if
-        nothing is at stake."""
-        if spared >= len(self.left_s):
-            return np.inf
-        cycle_s = float(self.cycle_s[min(joining, len(self.cycle_s) - 1)])
-        room = self.left_s / (self.iterations * cycle_s + reading_s)
-        return float(np.partition(room, spared)[spared])
+        """If ``joining`` more requests run, as ``scheduler/gate.py`` has it."""
+        return headroom(self.left_s, self.iterations, self.cycle_s, joining, reading_s, spared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +88,16 @@ class LearnedPrefills:
 
     def chunks(self, most: int, slowdown: float = 1.0) -> tuple[IntArray, FloatArray]:
         """Sizes [k] up to ``most`` tokens, and their seconds [k], both rising."""
-        sizes = np.unique(np.linspace(1, most, 128).astype(np.int64))
+        sizes = _sizes(most)
         return sizes, self.cost.alone(sizes.astype(np.float64)) * slowdown
+
+
+@lru_cache(maxsize=8)  # asked for before every iteration while prompts wait
+def _sizes(most: int) -> IntArray:
+    """Some hundred from 1 to ``most``, rising; not to be written."""
+    sizes = np.unique(np.linspace(1, most, 128).astype(np.int64))
+    sizes.flags.writeable = False
+    return sizes
 
 
 class RecentWork:
