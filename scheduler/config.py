@@ -9,7 +9,7 @@ from adaserve.scheduler.interface import LEAST_WINDOW
 from adaserve.scheduler.latency import LatencyModel, default_latency
 
 KNEE = 1.5
-"""If no budget is given, B is how many tokens an iteration can verify in this many times the time of one."""
+"""If no budget is given, B is how many tokens can be verified in this many times the time of a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class PolicyConfig:
     latency: LatencyModel = field(default_factory=default_latency)
     costs: LearnedCosts | None = None  # of the server, learned by all its policies; None = the policy's own
     budget: int | None = None  # B: verify tokens per iteration, roots included; None = knee of the costs
-    knee: float = KNEE  # an iteration of B tokens takes at most this many times as long as one of one
+    knee: float = KNEE  # B by the knee costs at most this many times what a few tokens do
     drafts: int = 1
     """Draft models, which all draft to the planned depth and width; 0: only offered candidates."""
     draft_windows: tuple[int, ...] = (0,)

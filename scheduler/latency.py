@@ -17,6 +17,9 @@ from adaserve.scheduler.interface import NO_CONTEXT, Context, FloatArray
 
 SCHEMA_VERSION = 2
 
+FEW = 8
+"""Tokens of a small verification, of which the knee is a multiple."""
+
 
 class ProfileError(UserError, ValueError):
     """A latency profile is malformed; the message names the field and the remedy."""
@@ -193,15 +196,16 @@ class Latency(ABC):
         return draft_s + self.verify_s(verify_tokens, context) + self.other_s()
 
     def knee_tokens(self, factor: float, most: int = 4096) -> int:
-        """Largest B that an iteration without a draft verifies in at most ``factor`` times the time of one
-        token (>= 1).
+        """Largest B whose verification takes at most ``factor`` times as long as one of a few tokens (>= 1).
 
-        AdaServe (EuroSys) section 3 chooses B by a profiled trade-off of throughput and latency. The latency
-        that a request sees is that of the iteration: what is outside of the models counts.
+        AdaServe (EuroSys) section 3 chooses B by a profiled trade-off of throughput and latency; with
+        factor 2 compute has caught up with weight loading, v1's FLOP/s over bandwidth. A few are one to
+        ``FEW``, of which the median counts: a single token may have a kernel of its own, which is faster
+        than that of two, and is seldom seen under load.
         """
-        grid = np.arange(1, most + 1, dtype=np.float64)
-        within = self.verify_s(grid) + self.other_s() <= factor * (self.verify_s(1.0) + self.other_s())
-        return int(np.flatnonzero(within)[-1]) + 1
+        seconds = self.verify_s(np.arange(1, max(most, FEW) + 1, dtype=np.float64))
+        within = np.flatnonzero(seconds[:most] <= factor * np.median(seconds[:FEW]))
+        return int(within[-1]) + 1 if len(within) else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,5 +26,5 @@ def show_fit(path: Path) -> None:
     console.print(made)
     console.print(
         f"unloaded: {model.baseline_s() * 1e3:.2f} ms per token; "
-        f"budget B {model.knee_tokens(KNEE)} tokens (knee: {KNEE} times the time of one)"
+        f"budget B {model.knee_tokens(KNEE)} tokens (knee: {KNEE} times the time of a few)"
     )
