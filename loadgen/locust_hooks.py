@@ -15,7 +15,6 @@ import gevent
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from adaserve.lifetime import die_with_parent
 from adaserve.loadgen.config import BenchConfig, Endpoint, load_config
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.locust_run import LocalRun, MasterRun, WorkerRun
@@ -35,7 +34,6 @@ def add_arguments(parser: Any) -> None:
 
 def install(environment: Environment) -> None:
     """Sets up this process's role. Exits with code 2 and one sentence when the input is bad."""
-    die_with_parent()
     options: Any = environment.parsed_options
     if options.skip_log_setup:
         # Locust's own format carries the name of the machine, and this log stays with the results.

@@ -211,6 +211,24 @@ def test_the_load_ends_with_its_command(tmp_path: Path) -> None:
     assert "interrupted" in (out / "summary.json").read_text()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+def test_a_load_that_only_starts_ends_with_its_command_as_well(tmp_path: Path) -> None:
+    """Locust takes two seconds to start."""
+    with running_fake(token_ms=5) as fake:
+        args = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
+        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(tmp_path / "r"))
+        process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+        found = psutil.Process(process.pid)
+        wait_for(lambda: any("ctypes" in m.path for c in found.children() for m in c.memory_maps()))
+        children = found.children()
+        process.kill()
+        process.wait(60)
+        alive = psutil.wait_procs(children, timeout=20)[1]
+        for child in alive:
+            child.kill()
+    assert children and not alive
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_folder_of_the_same_name_is_not_the_package(processes: int, tmp_path: Path) -> None:
     """As in a clone's root, where adaserve/ lacks the load generator. Locust looks there first."""

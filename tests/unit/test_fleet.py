@@ -118,9 +118,7 @@ def test_a_fleet_with_a_key_asks_with_it(flags: tuple[str, ...], tmp_path: Path)
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_file_of_flags_holds_for_the_fleet_as_well(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_of_flags_holds_for_the_fleet_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A key that stands only there is the router's, too; the ports are the fleet's."""
     made: list[Fleet] = []
 
