@@ -1,4 +1,4 @@
-"""A server ends with the command that started it, even when that is killed, and says where it hangs."""
+"""What a command starts ends with it, even when that is killed, and a server says where it hangs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import sys
 
 PARENT_ENV = "ADASERVE_PARENT"
-"""Process id of the command that started a server."""
+"""Process id of the command that started a server, a router or a load test."""
 
 WHERE_SIGNAL = signal.SIGUSR1
 """Makes each process of such a server write to its log where its threads are, whatever they wait for."""

@@ -39,8 +39,8 @@ from adaserve.loadgen.results import (
 from adaserve.loadgen.schedule import Schedule, build_schedule, plan_figures
 from adaserve.slo.metrics import INTERRUPTED
 
-_START = (sys.executable, "-m", "adaserve.lifetime", "locust")
-_LOCUST = (*_START, "-f", str(Path(__file__).with_name("locustfile.py")))
+_FILE = Path(__file__).with_name("locustfile.py")
+_LOCUST = (sys.executable, "-m", "adaserve.lifetime", "locust", "-f", str(_FILE))
 _STOP_S = 60.0  # more than Locust's processes give each other
 _START_S = 60.0
 

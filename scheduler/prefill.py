@@ -230,7 +230,7 @@ def slack_tokens(situation: Situation, order: IntArray) -> int:
     return tokens
 
 
-def groups(situation: Situation, order: IntArray) -> IntArray:
+def ends_of_groups(situation: Situation, order: IntArray) -> IntArray:
     """Where groups of ``order`` end that are worth a forward: prompts that follow each other, until reading
     their tokens takes as long as a forward does in any case, or no more fit whole into one. Lost ones are
     never in a group with others, and fewer than ``PER_LOST`` prompts are judged one by one.
@@ -309,9 +309,10 @@ def held_back(situation: Situation, order: IntArray) -> BoolArray:
     if config.gate is None:
         return np.zeros(len(order), np.bool_)
     needed, stakes = needed_headroom(situation, order)[order], pressure.stakes
+    ends = ends_of_groups(situation, order[needed > 0.0])
     starts = starting(
-        waiting.prompt_left[order], needed, groups(situation, order[needed > 0.0]), pressure.worth_tokens,
-        pressure.sizes, pressure.seconds, stakes.left_s, stakes.iterations, stakes.cycle_s,
+        waiting.prompt_left[order], needed, ends, pressure.worth_tokens, pressure.sizes, pressure.seconds,
+        stakes.left_s, stakes.iterations, stakes.cycle_s,
     )  # fmt: skip
     return ~starts
 
@@ -340,7 +341,7 @@ def first_to_start(situation: Situation, order: IntArray) -> IntArray:
     waiting = situation.waiting
     bound = waiting.has_tpot_slo
     tight = order[bound[order]]
-    for end in groups(situation, tight)[:1]:
+    for end in ends_of_groups(situation, tight)[:1]:
         bound[tight[:end]] = False
     return order[(~bound | waiting.started)[order]]
 

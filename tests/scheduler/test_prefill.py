@@ -19,7 +19,7 @@ from adaserve.scheduler.prefill import (
     Situation,
     WaitingBatch,
     claimed_share,
-    groups,
+    ends_of_groups,
     in_order,
     least_chunk,
     looked_at,
@@ -421,9 +421,9 @@ def test_on_a_cpu_a_group_is_one_prompt():
     queue = waiting((200, 40, 100))
     at = Situation(GATED, queue, 0.0, pressure(9.0))
     assert at.pressure.worth_tokens == pytest.approx(15.0)
-    assert groups(at, np.arange(3)).tolist() == [1, 2, 3]
+    assert ends_of_groups(at, np.arange(3)).tolist() == [1, 2, 3]
     small = Situation(GATED, waiting((10, 10, 4, 4, 4, 4)), 0.0, pressure(9.0))
-    assert groups(small, np.arange(6)).tolist() == [1, 2, 6], "two are too few"
+    assert ends_of_groups(small, np.arange(6)).tolist() == [1, 2, 6], "two are too few"
 
 
 def test_a_queue_does_not_wait_for_the_last_slow_request_of_a_batch():
