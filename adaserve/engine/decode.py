@@ -22,7 +22,7 @@ from adaserve.engine.iteration import Iteration, Marks
 from adaserve.engine.kv_caches import KVCaches
 from adaserve.engine.learner import Learner
 from adaserve.engine.penalties import Penalties
-from adaserve.engine.requests import Requests
+from adaserve.engine.requests import Requests, rows_of_pool
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sources.source import Drafting, TreeSource
 from adaserve.engine.state import Asked, DecodeRows, RequestState
@@ -380,9 +380,3 @@ class DecodeLoop:
         """Drops what is known of a request that will not decode again, or not as it was."""
         self.decisions.forget(rid)
         self.tap.finished(rid)
-
-
-def rows_of_pool(batch: Any) -> np.ndarray:
-    """int64 [n]: every request's row of the request pool, from the host's own copy."""
-    rows = batch.req_pool_indices_cpu
-    return (batch.req_pool_indices.cpu() if rows is None else rows).numpy().astype(np.int64, copy=False)

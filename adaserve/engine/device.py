@@ -152,6 +152,10 @@ class ModelForward(Drafter, Protocol):
         """Opaque states of the T tokens, whose KV is written."""
         ...
 
+    def feed(self, batch: TreeBatch) -> None:
+        """Writes the KV of texts, and nothing else."""
+        ...
+
     def fill(self, batch: TreeBatch) -> None:
         """What ``run`` does before it queues the forward; the next ``run`` does it again."""
         ...

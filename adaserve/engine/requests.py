@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from adaserve.engine.state import RequestState
 from adaserve.noise import request_key
 from adaserve.slo.classes import SLO
@@ -83,3 +85,9 @@ class Requests:
             self._started += 1
             self._keys[req] = request_key(*self._seed, self._started)
         return self._keys[req]
+
+
+def rows_of_pool(batch: Any) -> np.ndarray:
+    """int64 [n]: every request's row of the request pool, from the host's own copy."""
+    rows = batch.req_pool_indices_cpu
+    return (batch.req_pool_indices.cpu() if rows is None else rows).numpy().astype(np.int64, copy=False)

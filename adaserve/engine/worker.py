@@ -20,7 +20,7 @@ from adaserve.config import AdaServeConfig, ConfigError, slo_classes
 from adaserve.engine import kept_costs, measure
 from adaserve.engine.agree import Agreement
 from adaserve.engine.decisions import Decisions
-from adaserve.engine.decode import DecodeLoop, Publish, rows_of_pool
+from adaserve.engine.decode import DecodeLoop, Publish
 from adaserve.engine.device import Device
 from adaserve.engine.forecast import Forecaster
 from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
@@ -30,7 +30,7 @@ from adaserve.engine.learner import Learner
 from adaserve.engine.penalties import restore_penalties
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
-from adaserve.engine.requests import Requests
+from adaserve.engine.requests import Requests, rows_of_pool
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.shedding import Shedder
 from adaserve.engine.sources.beam import BeamSource

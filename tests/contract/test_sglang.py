@@ -233,6 +233,11 @@ FIELDS = {
         "speculative_num_draft_tokens", "speculative_output_stride", "can_run_cuda_graph",
     },
     "sglang.srt.managers.schedule_batch.ScheduleBatch": {"chunked_req"},
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch": {
+        "forward_mode", "batch_size", "input_ids", "req_pool_indices_cpu", "extend_prefix_lens_cpu",
+        "extend_seq_lens_cpu", "extend_seq_lens", "extend_logprob_start_lens_cpu", "return_logprob",
+        "input_embeds", "replace_embeds", "capture_hidden_mode",
+    },
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": {
         "temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy",
         "logit_bias", "vocab_size", "has_custom_logit_processor", "custom_logit_processor", "custom_params",
@@ -467,6 +472,20 @@ def test_the_reason_of_an_abort_reaches_the_http_process() -> None:
 
     assert "finished_reason=recv_req.finished_reason" in inspect.getsource(Scheduler.abort_request)
     assert "finish_reason = recv_obj.finished_reason" in inspect.getsource(TokenizerManager._handle_abort_req)
+
+
+def test_prefills_ask_whoever_has_graphs() -> None:
+    """``engine/gpu/prompts.py`` stands there, and gives the logits of every prompt's last token."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    source = inspect.getsource(ModelRunner._forward_raw)
+    assert "and self.prefill_cuda_graph_runner.can_run_graph(forward_batch)" in source
+    assert "ret = self.prefill_cuda_graph_runner.execute(" in source
+    assert "batch.forward_mode.is_extend_without_speculative()" in inspect.getsource(ForwardBatch.init_new)
+    last = "last_index = torch.cumsum(logits_metadata.extend_seq_lens, dim=0) - 1"
+    assert last in inspect.getsource(LogitsProcessor._get_pruned_states)
 
 
 def test_the_worker_is_given_the_barrier_of_the_grammars() -> None:

@@ -174,17 +174,27 @@ def test_greedy_is_the_target_alone(gpu: Simulated) -> None:
 
 
 def test_prompts_are_read_from_graphs(gpu: Simulated) -> None:
-    """SGLang's, of the target and of a draft model, with one more graph than the model has layers. None where
-    a head drafts."""
+    """One of the target and of a draft model each. Where prompts want more, SGLang's, with one more than the
+    model has layers; none where a head drafts."""
     log, folders = gpu.server.log.read_text(), {"target": "target", "draft": "noisy"}
     captured = [name for name in folders if f"Capture {name} prefill CUDA graph end" in log]
     assert captured == (["target", "draft"] if gpu.name == "model" else [])
     configs = [gpu.target.with_name(folders[name]) / "config.json" for name in captured]
     layers = [json.loads(config.read_text())["num_hidden_layers"] for config in configs]
+    of_prompts = gpu.server.internal_state()["adaserve"]["device"]["prompt_graphs"]
+    assert len(of_prompts) == (2 if gpu.name == "model" else 1)
+    assert all(graphs["graphs"] > 8 for graphs in of_prompts)
+    prompt, greedy = list(range(100, 150)), {"max_new_tokens": 1, "temperature": 0}
     before = gpu.counted()
-    run_jobs(gpu.server, [Job(tuple(range(100, 150)), {"max_new_tokens": 1, "temperature": 0})])
-    found = gpu.counted() - before
-    assert found["launch graph"] >= sum(layers) + len(layers)
+    gpu.server.generate(input_ids=prompt, sampling_params=greedy)
+    assert (gpu.counted() - before)["launch graph"] == len(of_prompts)
+    # Log-probabilities of the prompt are SGLang's; the draft's prefill is short.
+    before = gpu.counted()
+    gpu.server.generate(
+        input_ids=prompt[::-1], sampling_params=greedy, return_logprob=True, logprob_start_len=0
+    )
+    of_target = layers[0] + 1 if layers else 0
+    assert (gpu.counted() - before)["launch graph"] == of_target + len(of_prompts) - 1
 
 
 def test_sampled_requests_are_served(gpu: Simulated) -> None:

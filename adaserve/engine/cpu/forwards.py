@@ -85,6 +85,9 @@ class CpuForward:
         plan = attention_plan(self._req_to_token, batch)
         return self._hidden(self._inputs(batch, plan, self._before(batch)))
 
+    def feed(self, batch: TreeBatch) -> None:
+        self.run(batch)
+
     def _before(self, batch: TreeBatch) -> Before | None:
         """What the tokens of a text are read with besides: nothing, but for heads."""
         return None

@@ -32,6 +32,7 @@ from adaserve.engine.gpu.heads import GpuHead, gpu_head
 from adaserve.engine.gpu.kernel_choice import kernel_maker
 from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
 from adaserve.engine.gpu.model import Parts, SGLangCall
+from adaserve.engine.gpu.prompts import PromptForward, take_short_prompts
 from adaserve.engine.gpu.sizes import FIRST, READ_AT_ONCE, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.gpu.unread import write_nodes
 from adaserve.engine.hidden_states import HiddenStates
@@ -88,6 +89,7 @@ class GpuDevice:
         for draft in drafts:
             draft.most_tokens = min(draft.most_tokens, READ_AT_ONCE)
         self.device = target.device
+        self.prompts: Sequence[PromptForward] = ()
         self._attention = attention  # its kernel's name
         self._movers: dict[Any, PathMover] = {}
         self.filter: Filter = by_sort
@@ -159,15 +161,21 @@ class GpuDevice:
         parts.warm_unread()
         parts.warm_draws(int(target.model_config.vocab_size))
         parts.warm_slots(table, most_rows)
+        if (capture or device.type == "cpu") and not target.server_args.disable_prefill_cuda_graph:
+            models = zip((target, *drafts), (parts.target, *parts.drafts), strict=True)
+            parts.prompts = [take_short_prompts(m, f) for m, f in models if not isinstance(f, GpuHead)]
         if capture:
             # Before the first request; those first that take the most memory and are missed the most.
             free = partial(least_free_bytes, get_tp_group())
             capture_all("verification", verifications, parts.target.capture, parts.target.table, free)
             for draft in parts.drafts:
                 capture_all("draft", of_drafts, draft.capture, draft.table, free)
-                draft.compile_reading()
+                if draft.reader is None:
+                    draft.compile_reading()
             if medusa is not None:
                 capture_all("draft", searches, medusa.capture, medusa.table, free)
+            for reader in parts.prompts:
+                capture_all("prompt", reader.keys, reader.capture, reader.table, free)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
 
@@ -309,13 +317,14 @@ class GpuDevice:
             "token_tiers": list(sizes.tokens.sizes),
             "draft_graphs": [drafter.table.report.to_json() for drafter in self.drafters],
             "verification_graphs": self.target.table.report.to_json(),
+            "prompt_graphs": [reader.table.report.to_json() for reader in self.prompts],
         }
 
     def summary(self) -> str:
         """One line for the log."""
         if not self.target.table.capture:
             return "without CUDA graphs"
-        total = [f.table.report for f in (*self.drafters, self.target)]
+        total = [f.table.report for f in (*self.drafters, self.target, *self.prompts)]
         return (
             f"{sum(r.graphs for r in total)} CUDA graphs in {sum(r.seconds for r in total):.1f} s, "
             f"{sum(r.bytes for r in total) / 1e6:.0f} MB"

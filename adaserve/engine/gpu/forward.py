@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,18 +25,21 @@ class Packed:
 
     def __init__(self, flat: Any, key: Key, bools: Any) -> None:
         t, r = key.tokens, key.rows
-        lists, seen, end = 5 * t, 5 * t + LIST * r, Packed.size(key)
+        lists, lens, end = 5 * t, 5 * t + LIST * r, Packed.size(key)
+        seen = lens + r
         self.of_tokens = flat[:lists].reshape(5, t)
         self.tokens, self.positions, self.pool_rows, self.places, self.ends = self.of_tokens
         """[tokens] each; ``ends``: ``Extent.window_ends``. Padding has places and ends of -1."""
-        self.lists = flat[lists:seen].reshape(r, LIST)
+        self.lists = flat[lists:lens].reshape(r, LIST)
         """``slot_lists``."""
+        self.q_lens = flat[lens:seen]
+        """[rows]: tokens of each request, the padding's included."""
         self.seen = flat[seen:end].view(bools).reshape(1, t, key.columns)
         """bool: what tokens see of their windows, at the end of the columns."""
 
     @staticmethod
     def size(key: Key) -> int:
-        return 5 * key.tokens + LIST * key.rows + key.tokens * key.columns // 8
+        return 5 * key.tokens + (LIST + 1) * key.rows + key.tokens * key.columns // 8
 
 
 class _Prepared:
@@ -75,6 +78,18 @@ def _pack(
     to_seen[at:] = True
 
 
+class Reader(Protocol):
+    """Reads texts that have no graph in a model's other forwards (``PromptForward``)."""
+
+    def fits(self, tokens: int, texts: int) -> bool:
+        """Whether it has a graph for so many."""
+        ...
+
+    def read(self, batch: TreeBatch) -> Any: ...
+
+    def take_runs(self) -> list[Run]: ...
+
+
 class GpuForward:
     """``ModelForward`` by padded size, on static buffers, with a graph per size where graphs are captured."""
 
@@ -82,6 +97,7 @@ class GpuForward:
         self.parts, self.device, self.most_tokens = parts, parts.device, parts.sizes.most_tokens
         self.sizes, self.table, self.first_tokens = parts.sizes, parts.table, parts.first
         self.follows = parts.follows
+        self.reader: Reader | None = None
         self._searches = BeamSearches(parts)
         self._prepared: dict[Key, _Prepared] = {}
         self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end
@@ -100,7 +116,7 @@ class GpuForward:
     def _packed(self, prepared: _Prepared, extent: Extent, batch: TreeBatch) -> dict[str, np.ndarray]:
         """The tokens, padded, where their keys are and what they see of these; and the kernel's starts."""
         parts, to = self.parts, prepared.packed
-        to.lists[:] = slot_lists(extent, batch.pool_rows, batch.gap)
+        to.lists[:], to.q_lens[:] = slot_lists(extent, batch.pool_rows, batch.gap), extent.q_lens
         _pack(
             (batch.tokens, batch.positions, batch.pool_rows, batch.places, batch.q_lens, batch.kv_lens),
             seen_by(batch),
@@ -116,6 +132,18 @@ class GpuForward:
         """Logits [T, vocab] and their argmax int64 [T], valid until the next forward."""
         logits, best = self._queue(batch)
         return logits[: len(batch)], best[: len(batch)]
+
+    def feed(self, batch: TreeBatch) -> None:
+        reader = self.reader
+        if (
+            reader is None
+            or self._key(batch) in self.sizes.captured
+            or not reader.fits(len(batch), len(batch.q_lens))
+        ):
+            self._queue(batch)
+        else:
+            reader.read(batch)
+            self._runs += reader.take_runs()
 
     def fill(self, batch: TreeBatch) -> None:
         key, extent = self._layout(batch)

@@ -95,7 +95,7 @@ class GpuHead(GpuForward):
         super().__init__(parts)
         self.hidden, self._searches = hidden, HeadSearches(parts, hidden)
 
-    def run(self, batch: TreeBatch) -> None:  # type: ignore[override]
+    def feed(self, batch: TreeBatch) -> None:
         batch = without_first(batch)
         if len(batch):
             self._queue(batch)

@@ -36,7 +36,9 @@ class Inputs:
     slots: Tensor  # int64 [T]: where their KV goes
     wanted: slice = field(default_factory=partial(slice, None))  # tokens whose logits are needed
     before: Tensor | None = None  # [T, H]: what a head is given besides, hidden states of the tokens before
-    room: Tensor | None = None  # fp32 [T, vocab]: where a model may leave the logits of all tokens
+    room: Tensor | None = None  # fp32 [w or more, vocab]: where a model may leave logits
+    q_lens: Tensor | None = None
+    """int64 [R]: how many tokens each text has, where the logits of the last ones alone are needed."""
 
 
 class LogitsRoom:
@@ -102,7 +104,9 @@ class SGLangCall:
         """What SGLang's models are called with, and what they find around them."""
         runner, unread = self._runner, self._unread.expand(rows)
         batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,  # the mode that gives logits of every token
+            # The modes that give logits of every token, and of the last one of each request.
+            forward_mode=ForwardMode.TARGET_VERIFY if inputs.q_lens is None else ForwardMode.EXTEND,
+            extend_seq_lens=inputs.q_lens,
             batch_size=rows,
             input_ids=inputs.tokens,
             req_pool_indices=unread,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from adaserve.engine.clock import HostMark
 from adaserve.engine.device import Awaited, Beams, Device, Mark, ModelForward, Ready, Run, Search
+from adaserve.engine.requests import rows_of_pool
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.source import Drafting, EarlyProposal, KeepDrafting, TreeSource
@@ -65,10 +66,10 @@ class BeamSource(TreeSource):
 
     def prefilled(self, batch: Any, drafts: bool) -> None:
         """Reads the same tokens, after filling holes in their prefix, or leaves them for later."""
-        pool_rows, lengths = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        pool_rows = rows_of_pool(batch).tolist()
         texts = [
-            [*r.origin_input_ids, *r.output_ids][:length]
-            for r, length in zip(batch.reqs, lengths, strict=True)
+            [*r.origin_input_ids, *r.output_ids][: prefix + new]
+            for r, prefix, new in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
         ]
         if drafts:
             self.cache.fill_holes(pool_rows, batch.prefix_lens, texts)

@@ -57,6 +57,8 @@ class DraftCache:
         self, pool_rows: Sequence[int], prefix_lens: Sequence[int], texts: Sequence[Sequence[int]]
     ) -> None:
         """Feeds what is missing of the prefixes that prompts have in the radix cache."""
+        if not any(prefix_lens):
+            return  # without asking the device, which reads the prompt by now
         late = []
         starts = self._held_lengths(pool_rows, prefix_lens)
         for row, start, prefix, text in zip(pool_rows, starts, prefix_lens, texts, strict=True):
@@ -134,7 +136,7 @@ class DraftCache:
 
     def _run(self, group: Sequence[tuple[int, int, list[int]]]) -> None:
         rows, starts, texts = zip(*group, strict=True)
-        self._forward.run(
+        self._forward.feed(
             TreeBatch.causal(
                 np.array([t for text in texts for t in text], np.int64),
                 np.array(rows, np.int64),

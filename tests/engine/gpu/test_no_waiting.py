@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,13 +23,16 @@ from adaserve.engine.gpu import attention, beam_search, device, forward, model, 
 from adaserve.engine.gpu.attention import SdpaKernel
 from adaserve.engine.gpu.device import GpuDevice
 from adaserve.engine.gpu.graphs import EagerGraph
+from adaserve.engine.gpu.prompts import PromptForward, ShortPrompts
 from adaserve.engine.gpu.sizes import SearchKey
 from adaserve.engine.levels import Levels
+from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.transfer import QueuedCopy, StaticArrays
 from adaserve.engine.trees import verify
-from tests.engine.gpu.factories import Requests, TinyModel, device_forward
+from tests.engine.gpu.factories import PLAIN, SIZES, Requests, TinyModel, device_forward
 from tests.engine.gpu.test_decode import Run
+from tests.engine.gpu.test_prompts import forward_batch
 
 WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::unique2",
          "aten::equal", "aten::is_nonzero", "aten::repeat_interleave.Tensor")  # fmt: skip
@@ -223,6 +227,32 @@ def test_kv_moves_behind_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(GpuDevice, name, noted(name))
     run.step()
     assert order == ["get", "move", "move"]
+
+
+def test_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft's forward is queued behind the target's, with one upload and in one graph."""
+    requests, uploads = Requests([5, 17]), []
+    draft = device_forward(requests, TinyModel(requests.slots), SIZES.drafts())
+    draft.reader = reader = PromptForward(draft.parts)
+    prompts = ShortPrompts(reader, None)
+    texts, cuda = [requests.text(r) for r in range(2)], GpuDevice(draft, draft)
+    model = SimpleNamespace(extend=prompts.execute)
+    cache = DraftCache(draft, requests.req_to_token, requests.slots, stride=4)
+    source = BeamSource(cuda, cache, PLAIN, 48, model=model)
+    slots = [
+        requests.req_to_token[row, :n] for row, n in zip(requests.pool_rows, requests.lengths, strict=True)
+    ]
+    batch = forward_batch(
+        requests, [5, 17], [0, 0], reqs=[SimpleNamespace(origin_input_ids=t, output_ids=[]) for t in texts],
+        prefix_lens=[0, 0], extend_lens=[5, 17], out_cache_loc=torch.cat(slots),
+    )  # fmt: skip
+    batch.req_pool_indices = batch.seq_lens = None  # which are on the device
+    put = StaticArrays.put
+    monkeypatch.setattr(StaticArrays, "put", lambda *args: uploads.append(1) or put(*args))
+    with as_on_a_gpu(watch := Watch(), monkeypatch):
+        source.prefilled(batch, True)
+    assert watch.waits == [] and watch.graphs == 1 and len(uploads) == 1
+    assert cache.has_all(requests.pool_rows.tolist())
 
 
 @pytest.mark.parametrize("unheard", [False, True])

@@ -452,7 +452,7 @@ def our_levels(worker: Any, tokens: Any, width: int) -> list[Any]:
 
     device = worker.loop.device
     device.target.run(text(n))
-    device.drafts[0].run(text(n))
+    device.drafts[0].feed(text(n))
     ones, shape = np.ones(1, np.float32), tree_shape(2, width, None)
     search = Search(shape, np.array([n]), row, ones, 0 * ones, np.array([1], np.uint64))
     root = TreeBatch.roots(tokens[n:].numpy(), row, np.array([n]), shape.width)

@@ -1,0 +1,133 @@
+"""Short prompts: each prefill one graph.
+
+SGLang captures a prefill piece by piece, since the host calls the attention of every layer. On an H200 a
+prompt of any length then took the target 14 to 25 ms, and a draft another 12 to 15. A verification of as many
+tokens takes 5 to 12. So what fits into a graph of ours is read there, and the rest as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner import EagerRunner
+from torch import Tensor
+
+from adaserve.engine.gpu.attention import TreeKernel
+from adaserve.engine.gpu.forward import GpuForward, Packed
+from adaserve.engine.gpu.graphs import GraphTable
+from adaserve.engine.gpu.model import Inputs, LogitsRoom, Parts
+from adaserve.engine.gpu.sizes import Key, Tiers
+from adaserve.engine.trees.batch import TreeBatch
+
+LEAST_TOKENS, MOST_TOKENS = 16, 512
+"""Of a graph."""
+
+LEAST_EACH = 8
+"""Tokens of each text, on average, in a full graph. Attention has room for the tiles of every text, and the
+more of it stands empty, the fewer parts long contexts are cut into."""
+
+
+class PromptForward(GpuForward):
+    """Reads texts: causal forwards that give the logits of each text's last token."""
+
+    def __init__(self, parts: Parts) -> None:
+        """``parts``: of the same model's other forwards."""
+        tokens = Tiers(tuple(t for t in Tiers.up_to(MOST_TOKENS).sizes if t >= LEAST_TOKENS))
+        self.keys = [prompt_key(t) for t in reversed(tokens.sizes)]
+        sizes = replace(parts.sizes, tokens=tokens, captured=frozenset(self.keys))
+        super().__init__(replace(parts, sizes=sizes, table=GraphTable(parts.table.capture)))
+        self._last = LogitsRoom(self.keys[0].rows, parts.last_token + 1, parts.device)
+
+    def fits(self, tokens: int, texts: int) -> bool:
+        """Whether there is a graph for so many."""
+        return 0 < max(tokens, LEAST_EACH * texts) <= MOST_TOKENS
+
+    def _key(self, batch: TreeBatch) -> Key:
+        return prompt_key(self.sizes.tokens.fit(max(len(batch), LEAST_EACH * len(batch.q_lens))))
+
+    def capture(self, key: Key) -> None:  # type: ignore[override]
+        """The kernel is chosen for one text that takes all of it."""
+        self._run_padding(key, key.tokens * (np.arange(key.rows) == 0))
+
+    def read(self, batch: TreeBatch) -> Tensor:
+        """fp32 [n, vocab], valid until the next one."""
+        logits: Tensor = self._queue(batch)
+        return logits[: len(batch.q_lens)]
+
+    def _forward(self, key: Key, kernel: TreeKernel, packed: Packed) -> Tensor:
+        slots = self.parts.slots(packed.pool_rows, packed.places)
+        room = self._last.rows(key.rows)
+        inputs = Inputs(packed.tokens, packed.positions, slots, room=room, q_lens=packed.q_lens)
+        return self._last.keep(self._call(key, kernel, packed, inputs).logits)
+
+
+def prompt_key(tokens: int) -> Key:
+    """Each token sees what comes before it in its text, so windows are as wide as all of them. One request
+    more holds the padding."""
+    return Key(tokens, tokens // LEAST_EACH + 1, -(-tokens // 8) * 8)
+
+
+class PrefillRunner(Protocol):
+    """SGLang's runner of prefill graphs, as a ``ModelRunner`` calls it."""
+
+    def can_run_graph(self, forward_batch: ForwardBatch) -> bool: ...
+
+    def execute(self, forward_batch: ForwardBatch, **kwargs: Any) -> Any: ...
+
+
+class ShortPrompts:
+    """``PrefillRunner`` that reads short prompts in one graph each, and leaves the others to SGLang's."""
+
+    def __init__(self, forward: PromptForward, otherwise: PrefillRunner | None) -> None:
+        self._forward, self._otherwise = forward, otherwise
+
+    def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
+        if self._fits(forward_batch):
+            return True
+        return self._otherwise is not None and self._otherwise.can_run_graph(forward_batch)
+
+    def execute(self, forward_batch: ForwardBatch, **kwargs: Any) -> Any:
+        if not self._fits(forward_batch):
+            assert self._otherwise is not None
+            return self._otherwise.execute(forward_batch, **kwargs)
+        logits = self._forward.read(batch_of(forward_batch))
+        self._forward.take_runs()  # of prefills nobody asks
+        return LogitsProcessorOutput(next_token_logits=logits.clone())  # which samplers write to
+
+    def _fits(self, batch: ForwardBatch) -> bool:
+        if batch.forward_mode != ForwardMode.EXTEND or batch.req_pool_indices_cpu is None:
+            return False
+        of_embeds = batch.input_embeds is not None or batch.replace_embeds is not None
+        wants_states = batch.capture_hidden_mode not in (None, CaptureHiddenMode.NULL)
+        if of_embeds or wants_states or asks_for_logprobs(batch) or batch.contains_mm_inputs():
+            return False
+        return self._forward.fits(len(batch.input_ids), batch.batch_size)
+
+
+def asks_for_logprobs(batch: ForwardBatch) -> bool:
+    """Whether log-probabilities of prompts are wanted; those of the answer come from the last logits."""
+    if not batch.return_logprob:
+        return False
+    lens, starts = batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu
+    return any(start < length for length, start in zip(lens, starts, strict=True))
+
+
+def batch_of(batch: ForwardBatch) -> TreeBatch:
+    """The texts of a prefill, whose tokens are on the device alone."""
+    starts, q_lens = np.array([batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu], np.int64)
+    pool_rows = batch.req_pool_indices_cpu.numpy().astype(np.int64, copy=False)
+    blank = np.zeros(len(batch.input_ids), np.int64)
+    return replace(TreeBatch.causal(blank, pool_rows, starts, q_lens), drawn=batch.input_ids)
+
+
+def take_short_prompts(runner: Any, forward: GpuForward) -> PromptForward:
+    """From now on what is returned reads short prompts for the ``ModelRunner``, and texts that ``forward`` of
+    the same model is fed."""
+    reader, before = PromptForward(forward.parts), runner.prefill_cuda_graph_runner
+    otherwise = None if isinstance(before, EagerRunner) else before
+    runner.prefill_cuda_graph_runner, forward.reader = ShortPrompts(reader, otherwise), reader
+    return reader
