@@ -80,7 +80,7 @@ EVERY = tuple(
     for dtype in ("fp16", "bf16")
     for rows, queries, context in (
         (1, 3, 150), (8, 3, 150), (32, 4, 150), (64, 4, 150), (1, 1, 500), (1, 16, 500), (64, 1, 1000),
-        (16, 4, 1000), (64, 8, 1000), (1, 12, 3000),
+        (16, 4, 1000), (64, 8, 1000), (1, 12, 3000), (1, 500, 150), (12, 40, 500),
     )
 )  # fmt: skip
 SERVED = tuple(c for c in EVERY if (c.q_heads, c.kv_heads, c.head_dim, c.dtype) == (*WIDENED, "fp16"))

@@ -66,19 +66,21 @@ class Workspace:
 
     def __init__(self, heads: HeadShape, device: torch.device) -> None:
         self.group, self._kv_heads = heads.q_heads // heads.kv_heads, heads.kv_heads
-        cells = triton.next_power_of_2(heads.head_dim) + 2
-        self.partial = torch.empty(MOST_KEPT * cells, dtype=torch.float32, device=device)
+        self._dim = triton.next_power_of_2(heads.head_dim)
+        self.partial = torch.empty(MOST_KEPT * (self._dim + 2), dtype=torch.float32, device=device)
         self.counters = torch.zeros(MOST_KEPT // LEAST_ROWS, dtype=torch.int32, device=device)
         """Of each tile and key head, parts that are done. All are 0 between two forwards."""
 
     def cut(self, requests: int, tokens: int, longest: int) -> Cut:
         """For so many requests with ``tokens`` in all, of which the ``longest`` has so many: others may come,
-        but it is made for these. By what was tried on an H200, where short contexts counted most."""
+        but it is made for these. By what was tried on an H200, where short contexts counted most, with heads
+        of 64 dimensions. Larger tiles have more warps, which hold them in their registers."""
         rows = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(longest * self.group)))
         tiles = tokens * self.group // rows + requests
         programs = tiles * self._kv_heads
         splits = min(MOST_SPLITS, max(1, MOST_KEPT // (programs * rows)))
-        return Cut(rows, tiles, splits, self._kv_heads, 2 if programs >= BUSY else 4)
+        warps = max(2 if programs >= BUSY else 4, self._dim // 32, rows * self._dim // 1024)
+        return Cut(rows, tiles, splits, self._kv_heads, warps)
 
 
 class TritonKernel:

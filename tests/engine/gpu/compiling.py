@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
+import subprocess
+import tempfile
 from typing import Any
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -20,7 +24,27 @@ def kind_of(kernel: Any, *arguments: Any) -> Any:
 
 def compiles(kernel: Any, kind: Any) -> bool:
     """Whether it does for compute capability 9.0."""
+    return bool(_compiled(kernel, kind).asm["cubin"])
+
+
+def spilled_bytes(kernel: Any, kind: Any, **options: int) -> int:
+    """What the threads of a program write to memory for want of registers, and read again. ``options``:
+    num_warps and num_stages."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(_compiled(kernel, kind, **options).asm["ptx"])
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
+
+
+def _compiled(kernel: Any, kind: Any, **options: int) -> Any:
     of = dict(zip(kernel.arg_names, kind, strict=False))
     fixed = {name: value for name, (type_, value) in of.items() if type_ == "constexpr"}
-    source = ASTSource(kernel, {name: type_ for name, (type_, _) in of.items()}, fixed)
-    return bool(compile(source, HOPPER).asm["cubin"])
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (type_, known) in enumerate(of.values())
+        if type_ != "constexpr" and "D" in str(known)
+    }
+    source = ASTSource(kernel, {name: type_ for name, (type_, _) in of.items()}, fixed, aligned)
+    return compile(source, HOPPER, options=options)

@@ -39,20 +39,56 @@ from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import READ_AT_ONCE, Sizes, Tiers
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import CPU
+from tests.engine.gpu.test_moves import python
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_reads_our_arrays_as_sdpa_does() -> None:
-    """In Triton's interpreter, which has to be chosen before Triton is imported. The last figure is of a pool
-    that 32 bits cannot address."""
+    """In Triton's interpreter, which has to be chosen before Triton is imported. The last figures are of
+    prompts, and of a pool that 32 bits cannot address."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.engine.gpu.triton_check", *map(str, range(8))]
     ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     *worst, far = [float(x) for x in ran.stdout.split()]
-    assert len(worst) == 8 and max(worst) < 1e-5 and far < 4e-3
+    assert len(worst) == 9 and max(worst) < 1e-5 and far < 4e-3
+
+
+SPILLED = """
+import torch
+from adaserve.engine.gpu.attention_kernel import TILE, Workspace, _attend
+from adaserve.engine.gpu.head_shape import HeadShape
+from tests.engine.gpu.compiling import kind_of, spilled_bytes
+
+def served(group, dim):
+    half = torch.float16
+    workspace = Workspace(HeadShape(8 * group, 8, dim, 1.0, half, half), torch.device("cpu"))
+    sizes = ((1, 16, 16), (9, 64, 64), (65, 512, 512), (65, 512, 8), (65, 64, 1), (17, 16, 1), (65, 256, 4))
+    cuts = {(cut.rows, cut.warps): cut for cut in (workspace.cut(*size) for size in sizes)}
+    for cut in cuts.values():
+        q, pool = torch.zeros(512, 8 * group, dim, dtype=half), torch.zeros(9, 8, dim, dtype=half)
+        slots, tiles = torch.zeros(16, dtype=torch.int32), torch.zeros(cut.tiles, TILE, dtype=torch.int32)
+        ends, seen = torch.zeros(512, dtype=torch.int64), torch.zeros(512, 512, dtype=torch.uint8)
+        shared, strides = (workspace.partial, workspace.counters), (8 * group * dim, dim, *[8 * dim, dim] * 2)
+        kind = kind_of(
+            _attend, q, pool, pool, q, slots, tiles, ends, seen, *shared, 0.5, *strides, 512, 512, 1, 512,
+            512, group, dim, dim, cut.rows, cut.keys,
+        )
+        yield cut, spilled_bytes(_attend, kind, num_warps=cut.warps, num_stages=cut.stages)
+
+for group, dim in ((4, 64), (4, 128)):
+    for cut, spilled in served(group, dim):
+        print(spilled, dim, cut.rows, cut.warps)
+"""
+
+
+def test_tiles_are_held_in_registers() -> None:
+    """Those of 64 rows and 128 dimensions spilled 66 KB in two warps."""
+    lines = [line.split() for line in python(SPILLED, interpret=False).splitlines()]
+    assert len(lines) > 5 and {rows for _, _, rows, _ in lines} == {"16", "32", "64"}
+    assert not [line for line in lines if int(line[0]) > 256]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,7 +10,8 @@ import torch
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, set_out
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.kernel_choice import own_kernel
-from adaserve.engine.gpu.layout import Extent
+from adaserve.engine.gpu.layout import Extent, seen_by
+from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import CPU
 from tests.engine.gpu.test_layout import random_case
 
@@ -52,6 +53,25 @@ def compare(seed: int, device: torch.device, dtype: torch.dtype = torch.float32)
     return worst
 
 
+def prompts(columns: int = 96) -> float:
+    """The same of texts that are read, the longest over several tiles, in windows wider than some of them."""
+    q_lens, starts, generator = np.array([70, 17, 1]), np.array([5, 0, 300]), torch.Generator().manual_seed(0)
+    extent, tokens = Extent(q_lens, starts + q_lens), int(q_lens.sum())
+    seen = seen_by(TreeBatch.causal(np.zeros(tokens, np.int64), np.arange(3), starts, q_lens))
+    seen = np.pad(seen, ((0, 0), (columns - seen.shape[1], 0)), constant_values=True)
+    pool = int(extent.kv_lens.sum())
+    keys, values = (torch.randn(pool, 2, 32, generator=generator) for _ in range(2))
+    q = torch.randn(tokens, 4, 32, generator=generator)
+    buffers = AttentionBuffers.allocate(pool, int(extent.byte_starts[-1]), CPU)
+    buffers.kv_indices.copy_(torch.randperm(pool, generator=generator))
+    outputs, heads = [], HeadShape(4, 2, 32, 0.3, torch.float32, torch.float32)
+    for kernel in (own_kernel(heads, CPU)(buffers, len(q_lens), 0), SdpaKernel(buffers)):
+        set_out(kernel, extent, CPU)
+        with kernel.hiding(torch.from_numpy(extent.window_ends)[None], torch.from_numpy(seen)[None]):
+            outputs.append(kernel.run(q, keys, values, 0.3))
+    return float((outputs[0] - outputs[1]).abs().max())
+
+
 def far_slots() -> float:
     """The largest difference in a pool of more than 2^31 numbers, of which hardly any is ever touched."""
     far, dim = 1 << 30, 32
@@ -69,4 +89,4 @@ def far_slots() -> float:
 
 
 if __name__ == "__main__":
-    print(*(compare(int(seed), CPU) for seed in sys.argv[1:]), far_slots())
+    print(*(compare(int(seed), CPU) for seed in sys.argv[1:]), prompts(), far_slots())
