@@ -29,8 +29,9 @@ TILE = 6
 request's KV slots start and how many they are, and how many of them a part has at least. A row is one head of
 one token."""
 
-LEAST_ROWS, MOST_ROWS = 16, 64
-"""Of a tile: a tensor core multiplies 16."""
+LEAST_ROWS, MOST_ROWS, MOST_NUMBERS = 16, 64, 8192
+"""Of a tile: a tensor core multiplies 16 rows. More numbers than that, rows times dimensions, do not fit into
+the shared memory of smaller GPUs, beside their keys and values."""
 
 MOST_KEPT, MOST_SPLITS = 1 << 16, 32
 """Rows of all parts of all tiles together, where contexts are cut, and parts of one."""
@@ -75,7 +76,8 @@ class Workspace:
         """For so many requests with ``tokens`` in all, of which the ``longest`` has so many: others may come,
         but it is made for these. By what was tried on an H200, where short contexts counted most, with heads
         of 64 dimensions. Larger tiles have more warps, which hold them in their registers."""
-        rows = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(longest * self.group)))
+        most = min(MOST_ROWS, MOST_NUMBERS // self._dim)
+        rows = min(most, max(LEAST_ROWS, triton.next_power_of_2(longest * self.group)))
         tiles = tokens * self.group // rows + requests
         programs = tiles * self._kv_heads
         splits = min(MOST_SPLITS, max(1, MOST_KEPT // (programs * rows)))
