@@ -289,11 +289,16 @@ narrow() { # 0: AdaServe is right with some parts turned off, and all stages go 
   [ "$device" = cuda ] || return 1
   local way attention=$ATTENTION flags=$FLAGS found
   say "AdaServe did not start, or its text is not SGLang's: the small pair with parts of it turned off"
-  for way in flashinfer no-graphs nothing; do
+  for way in no-prompts flashinfer no-graphs nothing; do
     ATTENTION=$attention FLAGS=$flags
-    [ $way = no-graphs ] || ATTENTION=flashinfer
-    [ $way = flashinfer ] || turn_off --disable-cuda-graph
-    [ $way != nothing ] || turn_off --disable-overlap-schedule
+    case $way in
+      no-prompts) turn_off --disable-prefill-cuda-graph ;;
+      flashinfer) ATTENTION=flashinfer ;;
+      no-graphs) turn_off --disable-cuda-graph ;;
+      nothing) ATTENTION=flashinfer
+         turn_off --disable-cuda-graph
+         turn_off --disable-overlap-schedule ;;
+    esac
     found="$ATTENTION $FLAGS"
     [ "$found" != "$attention $flags" ] || continue
     small_is_exact

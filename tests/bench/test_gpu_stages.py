@@ -179,7 +179,8 @@ def checks(said: str) -> list[tuple[str, str, list[str]]]:
 
 
 WAYS = (
-    "flashinfer", "auto--disable-cuda-graph", "flashinfer--disable-cuda-graph--disable-overlap-schedule"
+    "auto--disable-prefill-cuda-graph", "flashinfer", "auto--disable-cuda-graph",
+    "flashinfer--disable-cuda-graph--disable-overlap-schedule",
 )  # fmt: skip
 """How parts are turned off, one after the other, as folders of checks name it."""
 
@@ -192,17 +193,22 @@ def test_what_is_wrong_is_narrowed_down(host: Path) -> None:
     every = checks(done.stdout)
     folders = ["check-small-auto", *(f"smoke-{way}" for way in WAYS), "check-small-auto"]
     assert [folder for folder, _, _ in every] == folders
-    assert [flag for _, flag, _ in every[1:4]] == [
-        "flashinfer", "--disable-cuda-graph", "--disable-overlap-schedule",
+    assert [flag for _, flag, _ in every[1:5]] == [
+        "--disable-prefill-cuda-graph", "flashinfer", "--disable-cuda-graph", "--disable-overlap-schedule",
     ]  # fmt: skip
     assert not any(stage.startswith("sglang-own") for stage in every[0][2])
-    assert all(stage.startswith("sglang-own") for stage in every[4][2]), "with the time that is left"
+    assert all(stage.startswith("sglang-own") for stage in every[5][2]), "with the time that is left"
 
 
 @pytest.mark.parametrize(
     ("right", "tried"),
-    [("-flashinfer", 1), ("--disable-cuda-graph", 2), ("--disable-overlap-schedule", 3)],
-    ids=["attention", "graphs", "all"],
+    [
+        ("--disable-prefill-cuda-graph", 1),
+        ("-flashinfer", 2),
+        ("--disable-cuda-graph", 3),
+        ("--disable-overlap-schedule", 4),
+    ],
+    ids=["prompts", "attention", "graphs", "all"],
 )
 def test_stages_go_on_without_what_is_wrong(host: Path, right: str, tried: int) -> None:
     """At once, with the same stages, until kernels are looked at again or the environment says otherwise."""
@@ -243,8 +249,8 @@ def test_the_large_pair_alone_is_no_reason_to_turn_anything_off(host: Path) -> N
     assert all(stage.startswith("sglang-own") for stage in every[2][2]), "with the time that is left"
     wrong = fake_python(host, unfit.replace("*check-large*", "*check-large*|*smoke-auto*"))
     said = run(host, "adaserve", PYTHON=wrong, PAIR="large").stdout
-    folders = ["check-large-auto", "smoke-auto", "smoke-flashinfer", "check-large-flashinfer"]
-    folders += ["smoke-flashinfer"]
+    folders = ["check-large-auto", "smoke-auto", "smoke-auto--disable-prefill-cuda-graph", "smoke-flashinfer"]
+    folders += ["check-large-flashinfer", "smoke-flashinfer"]
     assert [folder for folder, _, _ in checks(said)] == folders and "none is turned off" in said
 
 
