@@ -140,7 +140,7 @@ class CostTable:
         self.slowdown = 1.0  # what known sizes take at present, relative to their quiet cost
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._slow_s = 0.0
-        self._unjudged = 0  # slow forwards of unknown sizes in a row
+        self._unjudged = 0  # forwards of unknown sizes in a row, while the host is busy
         self._unused = 0  # times since the values were worked out
         self._curve: FloatArray = np.zeros(0)  # quiet, by size
         self._plain: list[float] = []  # the same: single values are faster from a list
@@ -155,6 +155,7 @@ class CostTable:
         """Notes how busy the host is by a forward of a known size, of which reading the KV cache should have
         taken ``reading_s``."""
         if not self.knows(size):
+            self._not_judged()
             return
         self._unjudged = 0
         off = math.log(seconds / (self.quiet_s(size) + reading_s))
@@ -172,7 +173,6 @@ class CostTable:
         bucket = size_bucket(size)
         off = math.log(seconds / self.quiet_s(size))
         if off > MUCH and math.log(self.slowdown) > MUCH:
-            self._dropped(size)
             return
         sizes = self._sizes
         ratio = float(off + sizes.values[bucket])
@@ -186,10 +186,10 @@ class CostTable:
             self._plain = []
             self.quiet_curve()  # now, not where somebody waits for a prediction
 
-    def _dropped(self, size: int) -> None:
+    def _not_judged(self) -> None:
         """Where known sizes are no longer served, nothing says how busy the host is. It is not, then: what is
         served now has to be learned."""
-        if self.knows(size):
+        if math.log(self.slowdown) <= MUCH:
             return
         self._unjudged += 1
         if self._unjudged > LATEST:

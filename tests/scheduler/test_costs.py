@@ -236,6 +236,18 @@ class TestReading:
         assert forward.sizes.slowdown == pytest.approx(5.0, rel=0.2)
         assert off(forward, 16384) < 0.25
 
+    def test_a_host_that_was_busy_is_not_for_ever_where_long_contexts_come_in_other_sizes(self):
+        """Their time teaches what reading takes, and no size that could say how busy the host is."""
+        forward = LearnedForward(TRUTH, ())
+        serve(forward, [256], 300)
+        serve(forward, [256], 100, ForwardCost(*(4 * c for c in (0.01, 0.0, 1e-4, 2e-7, 5e-8))))
+        assert forward.sizes.slowdown > 3
+        context = Context(16 * 32768.0, 16)
+        took = float(forward_s(TRUTH, np.array([100.0]), context)[0])
+        for _ in range(40):
+            forward.observe(100, context, took)
+        assert forward.sizes.slowdown == 1.0
+
     def test_what_was_learned_is_kept(self):
         costs = LearnedCosts(LatencyModel(ForwardCost(2e-4), replace(TRUTH, per_context_s=0.0)))
         serve(costs.verify, [1024, 16384], 400)
