@@ -137,7 +137,7 @@ class Trainer:
             self._worse = self._worse + 1 if found.verdict == "worse" else 0
             taken = judged(found)
             if taken:
-                self.present = found.draft
+                self.present, self._behind = found.draft, 0
             if found.returns or (found.wins and not taken) or self._worse == WORSE:
                 self.restart()
         self.learn(unseen, pause)

@@ -141,6 +141,26 @@ def test_a_candidate_that_has_caught_up_is_taken_in_place_of_the_first_draft(
     assert [f.verdict for f in seen] == ["better"] * 3
 
 
+def test_a_draft_that_has_just_begun_to_serve_is_not_blamed_for_the_one_before(
+    target: tuple[torch.nn.Module, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(target[1])
+    found = trainer.judge(served(target[0], 8), lambda: None)
+    worse = replace(found, present=found.first - 0.5, candidate=found.first - 0.5)
+    better = replace(worse, candidate=found.first - 0.1, draft=Snapshot(found.draft.state, Correction()))
+    judgements = iter([better, worse, worse])
+    monkeypatch.setattr(trainer, "judge", lambda *_: next(judgements))
+    seen: list[str] = []
+
+    def judged(judgement: Judgement) -> bool:
+        seen.append(judgement.verdict)
+        return judgement.wins
+
+    for _ in range(3 * JUDGE_EVERY):
+        trainer.round([], judged, lambda: None)
+    assert seen == ["better", "undecided", "first"]
+
+
 def test_judging_changes_nothing(target: tuple[torch.nn.Module, str]) -> None:
     trainer = trainer_of(target[1])
     trainer.learn(served(target[0], 8), lambda: None)
