@@ -88,6 +88,13 @@ class EqualGreedyPolicy(AdaServePolicy):
 
     slo_aware = False
 
+    def _n_max(self, n: int, B: int) -> int:
+        return max(0, B // n - 1)
+
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """An equal share of B for each."""
-        return equal_share(trees, path_probability(trees), plan.budget, plan.cap)
+        assert plan.n_max is not None
+        n, budget = trees.n_rows, plan.budget
+        if budget >= n + trees.n_nodes:  # what all candidates need: B may be more, and few may have them all
+            budget = max(budget, n * (1 + plan.n_max))
+        return equal_share(trees, path_probability(trees), budget, plan.cap)

@@ -73,6 +73,14 @@ def test_offers_are_verified_where_nothing_can_be_drafted(name: str) -> None:
     assert selection.keep.all() and selection.counts.tolist() == [3, 1]
 
 
+def test_an_equal_share_of_the_budget_does_not_depend_on_who_has_offers() -> None:
+    trees = offers([0.9] * 5, [])
+    for budget, kept in ((100, 5), (8, 3), (2, 0)):
+        policy = build_policy("equal-greedy", PolicyConfig(latency=CHEAP, drafts=0, budget=budget))
+        plan = policy.plan(offered_to(2, trees), 1.0)
+        assert policy.select(plan, trees).counts.tolist() == [kept, 0]
+
+
 def test_priced_verifies_offers_where_drafting_does_not_pay() -> None:
     policy = build_policy("priced", PolicyConfig(latency=DEAR))
     for _ in range(40):
