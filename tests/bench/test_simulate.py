@@ -57,6 +57,15 @@ def test_writes_results(tmp_path: Path) -> None:
     assert len(summary) == 4 and {"slo_attainment", "by_class", "seed", "trace_sha256"} <= summary[0].keys()
 
 
+@pytest.mark.parametrize("prefill", ["mixed", "exclusive"])
+def test_prompts_are_read_in_chunks_of_the_given_size(prefill: str) -> None:
+    few, many = (
+        output_of(f"run --trace synthetic:20:3 --policy none --prefill {prefill} --chunk {size}")
+        for size in (64, 2048)
+    )
+    assert few != many
+
+
 def test_times_of_nobody_are_not_zero() -> None:
     """Where the cache has room for no request, nobody has waited 0 ms for a token."""
     said = output_of("run --trace synthetic:20:3 --kv-tokens 1")

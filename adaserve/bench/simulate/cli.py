@@ -86,8 +86,14 @@ def run(
         ),
     ] = "mixed",
     chunk: Annotated[
-        int, typer.Option(min=1, help="Largest chunk, in tokens.", rich_help_panel=PREFILLS)
-    ] = 512,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Largest chunk, in tokens.",
+            show_default="512, or 4096 where they run alone",
+            rich_help_panel=PREFILLS,
+        ),
+    ] = None,
     order: Annotated[
         Literal["fcfs", "slack", "short", "deadline"],
         typer.Option(

@@ -39,6 +39,9 @@ from adaserve.scheduler.simulator.trees import SyntheticChildren
 from adaserve.scheduler.simulator.workload import TextModel
 from adaserve.slo.classes import SLOConfig
 
+CHUNKS: dict[PrefillMode, int] = {"mixed": 512, "exclusive": 4096}
+"""Tokens of the largest chunk, unless one is given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -56,7 +59,7 @@ class Grid:
     baseline_ms: float | None
     slo_config: Path | None
     prefill: PrefillMode
-    chunk: int
+    chunk: int | None
     order: Order
     gate: float | None
     shed: bool
@@ -87,11 +90,13 @@ class Grid:
     def _simulation(self) -> SimulationConfig:
         """What all cases share; the policy is that of each."""
         hardware = Hardware(self.model, self.gpu, self.tp, self.profile)
+        chunk = self.chunk or CHUNKS[self.prefill]
         replica = ReplicaConfig(
             hardware.latency(),
             self.kv_tokens or hardware.kv_tokens(),
             prefill_mode=self.prefill,
-            prefill=PrefillConfig(self.chunk, self.order, self.gate, shed=self.shed),
+            prefill=PrefillConfig(chunk, self.order, self.gate, shed=self.shed),
+            exclusive_tokens=chunk,
             lag=self.lag,
         )
         children = load_children(self.recorded) if self.recorded else SyntheticChildren(self.miscalibration)
