@@ -66,6 +66,12 @@ def test_prompts_are_read_in_chunks_of_the_given_size(prefill: str) -> None:
     assert few != many
 
 
+def test_seeds_of_a_drawn_trace_are_seeds_of_one_load() -> None:
+    said = output_of("run --trace synthetic:20:3 --policy none --loads 0.5,1 --seeds 0,1")
+    table = said.partition("### SLO violations")[2].partition("### Mean TTFT")[0]
+    assert re.findall(r"\| synthetic:20:3 \| (\S+) \| \S+ \+- \S+ \|", table) == ["1.5", "3"]
+
+
 def test_times_of_nobody_are_not_zero() -> None:
     """Where the cache has room for no request, nobody has waited 0 ms for a token."""
     said = output_of("run --trace synthetic:20:3 --kv-tokens 1")

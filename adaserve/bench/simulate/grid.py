@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from adaserve.bench.simulate.hardware import Hardware
-from adaserve.bench.simulate.traces import read_workload
+from adaserve.bench.simulate.traces import rate_rps, read_workload
 from adaserve.bench.study import (
     Case,
     Setting,
@@ -114,10 +114,11 @@ class Grid:
             label = _workload(name)
             for load in self.loads:
                 for seed in self.seeds:
-                    loaded = read_workload(name, seed).scaled(1 / load)
+                    trace = read_workload(name, seed)
+                    rps = load * rate_rps(name, trace)
                     for spec in self.policy:
                         tag, config = _with_policy(shared, spec)
-                        yield Case(label, loaded.rps, tag, seed, config, loaded)
+                        yield Case(label, rps, tag, seed, config, trace.scaled(1 / load))
 
 
 def _all_differ(what: str, labels: Iterable[str], remedy: str) -> None:

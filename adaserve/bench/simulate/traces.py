@@ -20,6 +20,12 @@ def read_workload(spec: str, seed: int) -> Trace:
     return _with_classes(read_trace(spec), seed)
 
 
+def rate_rps(spec: str, trace: Trace) -> float:
+    """Requests per second of what ``read_workload`` gave: the same for every seed, which one drawn trace is
+    not."""
+    return _numbers(spec)[1] if spec.startswith("synthetic:") else trace.rps
+
+
 def _numbers(spec: str) -> list[float]:
     """N, RPS and BURST of ``synthetic:N:RPS[:BURST]``, all above 0. Raises TraceError."""
     count, *rates = spec.split(":")[1:]
