@@ -91,6 +91,7 @@ class Calibrator:
         self._factors: FloatArray = np.zeros((0, GROUPS * _PLACES))
         self._requests = RequestTable(2)  # accepted, expected
         self._batch: tuple[Sequence[str], FloatArray] | None = None  # rids and their factors
+        self._passed = 0  # iterations without candidates since the last tests
 
     def _ids(self, classes: Sequence[str]) -> IntArray:
         numbers = self._numbers.of(classes)
@@ -157,10 +158,15 @@ class Calibrator:
         due = np.bincount(row, believed, n)
         sums = self._requests.of(rids)
         # Without tests they forget as well: what is priced so low that nothing of it is tested would stay so.
-        sums *= self.REQUEST_DECAY
+        sums *= self.REQUEST_DECAY ** (1 + self._passed)
+        self._passed = 0
         sums[:, 0] += np.bincount(row, accepted, n)
         sums[:, 1] += due
         self._requests.values[self._requests.rows(rids)] = sums
+
+    def pass_over(self) -> None:
+        """An iteration without candidates. Requests forget meanwhile, or rare trials would have to tell."""
+        self._passed += 1
 
     def _add(self, number: IntArray, cell: IntArray, q: FloatArray, hit: BoolArray) -> None:
         """Each class forgets by its own tests: beside a busy one, a rare one would have forgotten all."""

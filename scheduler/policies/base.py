@@ -225,6 +225,7 @@ class BasePolicy:
         running = outcome.plan.running
         self.costs.observe(outcome, self.context(running))
         if not outcome.trees.n_nodes:
+            self.calibrator.pass_over()
             return
         if self._unlearned and self._unlearned[0].plan.running.rids != running.rids:
             self.learn()

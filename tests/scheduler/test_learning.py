@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from adaserve.scheduler.acceptance import (
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.calibration import Calibrator, claimed_probability, path_product
 from adaserve.scheduler.fit import fit_latency, fit_roofline
-from adaserve.scheduler.interface import Context
+from adaserve.scheduler.interface import CandidateTrees, Context, Draft, Selection
 from adaserve.scheduler.latency import (
     ForwardCost,
     LatencyModel,
@@ -31,6 +32,7 @@ from adaserve.scheduler.latency import (
 )
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.profile import Profile, load_profile, validate_profile
+from adaserve.scheduler.selection import everything
 
 TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512], np.float64)
 
@@ -233,6 +235,21 @@ class TestCalibration:
         for _ in range(300):
             calibrator.observe(np.full(1, 0.85), np.array([1]), np.array([True]), rids, ("chat",) * 2)
         assert fallen < 0.6 and calibrator.request_factors(rids)[0] == pytest.approx(1.0, abs=0.01)
+
+    def test_requests_get_another_chance_where_nothing_is_drafted_any_more(self):
+        """Only rare trials test them then, which alone would take thousands of iterations to tell."""
+        policy, batch, trees = build_policy("priced"), running(32), beam_trees(32, 1, 1)
+        plan = replace(policy.plan(batch, 1.0), draft=Draft(1))
+        selected, easy = everything(trees, None), np.arange(32) % 2 == 0
+        for _ in range(40):
+            policy.observe(outcome(plan, trees, selected, easy))
+        fallen = policy.calibrator.request_factors(batch.rids)
+        for _ in range(200):
+            none = CandidateTrees.empty(32)
+            policy.observe(outcome(plan, none, Selection.nothing(32), np.zeros(0, np.bool_)))
+        policy.observe(outcome(plan, trees, selected, easy))
+        assert fallen.min() < 0.7
+        assert policy.calibrator.request_factors(batch.rids) == pytest.approx(1.0, abs=0.1)
 
     def test_a_rare_class_is_not_forgotten_beside_a_busy_one(self):
         """500 requests of one class with two tests each, and one of another; 40% are accepted of both."""
