@@ -36,10 +36,13 @@ class DraftModel:
         self.runner = worker.model_runner
 
     def extend(self, batch: Any) -> None:
-        """Writes the draft's KV of the tokens that the target has just prefilled."""
+        """Writes the draft's KV of the tokens that the target has just prefilled. Those that only a larger
+        target has are not looked up: beyond the draft's embedding that would end the server."""
         with draft_tp_context(self._layout):
             forward_batch = ForwardBatch.init_new(batch, self.runner, return_hidden_states_before_norm=False)
             forward_batch.return_logprob = False  # the target's are asked for
+            last_token = self.runner.model_config.vocab_size - 1
+            forward_batch.input_ids = forward_batch.input_ids.clamp(max=last_token)
             self.runner.forward(forward_batch)
 
 

@@ -7,21 +7,40 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from adaserve.engine.sources import draft_model
 from adaserve.engine.sources.draft_model import DraftModel
 
 
-def test_prompts_are_read_without_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are the target's. The draft's would take its LM head at every token of a prompt."""
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What drafts are given of SGLang's batches."""
 
     def init_new(batch: Any, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(return_logprob=batch.return_logprob)
+        return SimpleNamespace(return_logprob=batch.return_logprob, input_ids=batch.input_ids)
 
     monkeypatch.setattr(draft_model.ForwardBatch, "init_new", init_new)
     monkeypatch.setattr(draft_model, "draft_tp_context", lambda _: nullcontext())
-    read: list[Any] = []
-    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(forward=read.append))
-    layout: Any = None
-    DraftModel("draft", worker, layout, "model").extend(SimpleNamespace(return_logprob=True))
+    return []
+
+
+def extend(read: list[Any], tokens: list[int]) -> torch.Tensor:
+    """The tokens of a prompt, as they are after a draft with nine of them has read it."""
+    config, layout, ids = SimpleNamespace(vocab_size=9), None, torch.tensor(tokens)
+    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(forward=read.append, model_config=config))
+    model = DraftModel("draft", worker, layout, "model")  # type: ignore[arg-type]
+    model.extend(SimpleNamespace(return_logprob=True, input_ids=ids))
+    return ids
+
+
+def test_prompts_are_read_without_their_log_probabilities(read: list[Any]) -> None:
+    """Those are the target's. The draft's would take its LM head at every token of a prompt."""
+    extend(read, [3])
     assert [batch.return_logprob for batch in read] == [False]
+
+
+def test_tokens_that_only_the_target_has_are_not_looked_up(read: list[Any]) -> None:
+    """A larger model of a family pads its vocabulary further, and clients may send any token of it."""
+    assert extend(read, [3, 8, 9, 700]).tolist() == [3, 8, 9, 700], "SGLang's batch is not ours to change"
+    assert [batch.input_ids.tolist() for batch in read] == [[3, 8, 8, 8]]
