@@ -106,12 +106,17 @@ class StaticArrays:
         self._views: dict[str, Tensor] = {}
         self._sent: torch.cuda.Event | None = None  # when the last copy was made
 
+    def wait(self) -> None:
+        """Returns once the last copy was made: at once, unless nobody has waited for what the graph gave."""
+        if self._sent is not None and not self._sent.query():
+            self._sent.synchronize()
+
     def put(self, arrays: Mapping[str, np.ndarray], device: torch.device, rows: int = 0) -> dict[str, Tensor]:
         """As ``put``, always into the same memory, with zeros behind those of fewer than ``rows``."""
         if not self._names:
             self._open(arrays, device, rows)
-        elif self._sent is not None and not self._sent.query():
-            self._sent.synchronize()  # only where nobody has waited for what the graph gave
+        else:
+            self.wait()
         for name, place, (given, values) in zip(self._names, self._places, arrays.items(), strict=True):
             count, room = len(values), len(place)
             fits = name == given and values.dtype == place.dtype and values.shape[1:] == place.shape[1:]

@@ -212,6 +212,7 @@ class GpuForward:
     def _replay(self, key: Key, extent: Extent, batch: TreeBatch) -> Any:
         self.parts.buffers.require(extent)
         prepared = self._prepared.get(key) or self._prepare(key)
+        prepared.static.wait()  # FlashInfer's last plan was copied before that, and the next one is put there
         kernel, arrays = prepared.kernel, self._packed(prepared, extent, batch)
         there = prepared.static.put(arrays, self.device)
 

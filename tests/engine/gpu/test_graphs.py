@@ -29,7 +29,7 @@ from adaserve.engine.gpu.sizes import READ_AT_ONCE, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.transfer import QueuedCopy, StaticArrays, put
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import tree_shape
-from tests.engine.gpu.factories import CPU, Requests, TinyModel, device_forward, iteration_plan
+from tests.engine.gpu.factories import CPU, SIZES, Requests, TinyModel, device_forward, iteration_plan
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 512])
@@ -270,6 +270,26 @@ def test_copies() -> None:
         torch.testing.assert_close(torch.from_numpy(got[name].copy()), tensor, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(TypeError, match="float32"):
         QueuedCopy({"x": torch.zeros(1)})
+
+
+def test_the_next_plan_waits_for_the_copy_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer copies its plans from pinned memory, and a draft reads what it has missed in several
+    forwards of one size, between which nobody waits."""
+    requests, done = Requests([5, 17]), list[str]()
+    forward = device_forward(requests, TinyModel(requests.slots), SIZES.verifications())
+
+    class Kernel(SdpaKernel):
+        def plan(self, extent: Extent) -> np.ndarray:
+            done.append("plan")
+            return super().plan(extent)
+
+    forward.parts = dataclasses.replace(forward.parts, make_kernel=lambda buffers, *_: Kernel(buffers))
+    monkeypatch.setattr(StaticArrays, "wait", lambda _: done.append("wait"))
+    for place in (3, 4):
+        done.clear()
+        at = np.array([place])
+        forward.run(TreeBatch.roots(at, requests.pool_rows[:1], at, 1))
+    assert done[:2] == ["wait", "plan"]
 
 
 def test_a_graph_is_captured_for_all_requests_at_once() -> None:
