@@ -170,12 +170,12 @@ class GpuDevice:
             capture_all("verification", verifications, parts.target.capture, parts.target.table, free)
             for draft in parts.drafts:
                 capture_all("draft", of_drafts, draft.capture, draft.table, free)
-                if draft.reader is None:
-                    draft.compile_reading()
             if medusa is not None:
                 capture_all("draft", searches, medusa.capture, medusa.table, free)
             for reader in parts.prompts:
                 capture_all("prompt", reader.keys, reader.capture, reader.table, free)
+            for draft in parts.drafts:
+                draft.compile_reading()
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
 

@@ -188,10 +188,11 @@ class GpuForward:
         self._run_padding(key, q_lens)
 
     def compile_reading(self) -> None:
-        """Compiles the attention over texts that are too long for a graph. Triton takes seconds for it, and
-        all requests would wait where a draft has missed that much of one."""
+        """Compiles the attention over texts that have no graph. Triton takes seconds for it, and all requests
+        would wait where a draft has missed that much of one."""
         for tokens in self.sizes.tokens.sizes:
-            if self.sizes.columns < tokens <= READ_AT_ONCE:
+            has_graph = self.reader is not None and self.reader.fits(tokens, 1)
+            if self.sizes.columns < tokens <= READ_AT_ONCE and not has_graph:
                 key = self.sizes.verification(tokens, width=tokens)
                 self._run_padding(key, tokens * (np.arange(key.rows) == 0))
 

@@ -109,6 +109,10 @@ class GraphTable:
             self._graphs[key] = graph
         return graph
 
+    def has(self, key: Any) -> bool:
+        """Whether ``key`` has all that it can have: a graph, where any are captured."""
+        return not self.capture or key in self._graphs
+
     def close(self) -> None:
         """What has no graph by now runs eagerly."""
         self._is_closed = True

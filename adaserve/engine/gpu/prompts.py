@@ -43,8 +43,9 @@ class PromptForward(GpuForward):
         self._last = LogitsRoom(self.keys[0].rows, parts.last_token + 1, parts.device)
 
     def fits(self, tokens: int, texts: int) -> bool:
-        """Whether there is a graph for so many."""
-        return 0 < max(tokens, LEAST_EACH * texts) <= MOST_TOKENS
+        """Whether there is a graph for so many. Where memory was short, nothing is compiled for them."""
+        most = max(tokens, LEAST_EACH * texts)
+        return 0 < most <= MOST_TOKENS and self.table.has(prompt_key(self.sizes.tokens.fit(most)))
 
     def _key(self, batch: TreeBatch) -> Key:
         return prompt_key(self.sizes.tokens.fit(max(len(batch), LEAST_EACH * len(batch.q_lens))))

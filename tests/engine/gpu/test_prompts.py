@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 from adaserve.engine.cpu.forwards import CpuForward
+from adaserve.engine.gpu.graphs import EagerGraph
 from adaserve.engine.gpu.prompts import LEAST_EACH, MOST_TOKENS, PromptForward, ShortPrompts
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import SIZES, Requests, TinyModel, device_forward
@@ -75,6 +77,22 @@ def test_a_draft_that_has_missed_much_reads_it_there() -> None:
         assert (len(draft.table), len(reader.table)) == tables
         assert len(draft.take_runs()) == 1, "what it takes is not counted, or twice"
     assert [len(slots) for slots in model.written] == [2, 64, 96]  # windows of 64 have graphs of the draft's
+
+
+def test_sizes_without_a_graph_are_not_read_there() -> None:
+    """Memory was short when graphs were captured. A draft's own attention is compiled for them instead."""
+    requests = Requests([90])
+    model = TinyModel(requests.slots)
+    draft = device_forward(requests, model, [])
+    draft.sizes = replace(draft.sizes, columns=8)
+    draft.reader = reader = PromptForward(draft.parts)
+    draft.compile_reading()
+    assert not model.written, "graphs compile theirs"
+    reader.table.capture = True
+    reader.table._graphs = {key: EagerGraph(str) for key in reader.keys if key.tokens in (512, 32)}
+    assert [n for n in (1, 16, 24, 25, 32, 33, 384, 385, 512) if reader.fits(n, 1)] == [25, 32, 385, 512]
+    draft.compile_reading()
+    assert [len(slots) for slots in model.written] == [16, 64]
 
 
 class Otherwise:
