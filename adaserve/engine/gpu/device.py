@@ -32,7 +32,7 @@ from adaserve.engine.gpu.heads import GpuHead, gpu_head
 from adaserve.engine.gpu.kernel_choice import kernel_maker
 from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
 from adaserve.engine.gpu.model import Parts, SGLangCall
-from adaserve.engine.gpu.prompts import PromptForward, take_short_prompts
+from adaserve.engine.gpu.prompts import MOST_TOKENS, PromptForward, prompt_key, take_short_prompts
 from adaserve.engine.gpu.sizes import FIRST, READ_AT_ONCE, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.gpu.unread import write_nodes
 from adaserve.engine.hidden_states import HiddenStates
@@ -69,6 +69,14 @@ def listings_of_none(table: Tensor, most_rows: int) -> Iterator[tuple[Any, ...]]
     for power, place in product(powers, range(2)):
         n = 1 << power
         yield rows[:n], table, lens[:n], lens[:n], slots[place:], n
+
+
+def largest_forward(sizes: Sizes, pool_rows: int) -> tuple[int, int]:
+    """Requests, padding included, and tokens of any forward, at most. Searches pad rows to a tier, graphs of
+    prompts have room for as many whoever is served, and what is measured at the start has all requests that
+    have a row of the pool."""
+    rows = max(sizes.rows.fit(sizes.most_rows), pool_rows, prompt_key(MOST_TOKENS).rows - 1) + 1
+    return rows, sizes.tokens.fit(sizes.most_tokens)
 
 
 class GpuDevice:
@@ -116,8 +124,7 @@ class GpuDevice:
         kv_entries = max((most_rows + 1) * (context + widest), MEASURED_KEYS)
         # All tokens of the largest forward against the longest list there can be, every request on a byte.
         mask_bytes = most_tokens * (context + widest) // 8 + most_rows + 1
-        # Searches pad rows to a tier, and what is measured at the start has all requests that have a row.
-        largest = max(sizes.rows.fit(most_rows), int(table.shape[0])) + 1, sizes.tokens.fit(most_tokens)
+        largest = largest_forward(sizes, int(table.shape[0]))
         attention, make = kernel_maker(config.attention, target, device, *largest)
         buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device)
         capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)

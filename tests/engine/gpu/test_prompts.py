@@ -12,6 +12,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 from adaserve.engine.cpu.forwards import CpuForward
+from adaserve.engine.gpu.device import largest_forward
 from adaserve.engine.gpu.graphs import EagerGraph
 from adaserve.engine.gpu.prompts import LEAST_EACH, MOST_TOKENS, PromptForward, ShortPrompts
 from adaserve.engine.trees.batch import TreeBatch
@@ -65,6 +66,16 @@ def test_every_size_has_room() -> None:
             assert key in reader.keys and key.tokens >= tokens and key.rows > texts
             assert key.columns >= q_lens.max() and key.columns % 8 == 0
     assert not reader.fits(MOST_TOKENS + 1, 1) and not reader.fits(100, MOST_TOKENS // LEAST_EACH + 1)
+
+
+@pytest.mark.parametrize("most_rows", [1, 8, 200])
+def test_workspaces_are_made_for_them(most_rows: int) -> None:
+    """FlashInfer's, by the most requests and tokens; few may be served."""
+    requests, sizes = Requests([5]), replace(SIZES, most_rows=most_rows, most_tokens=512)
+    rows, tokens = largest_forward(sizes, most_rows + 1)
+    keys = PromptForward(device_forward(requests, TinyModel(requests.slots), []).parts).keys
+    assert all(key.rows <= rows and key.tokens <= tokens for key in (*keys, *sizes.verifications()))
+    assert rows > most_rows
 
 
 def test_a_draft_that_has_missed_much_reads_it_there() -> None:
