@@ -53,6 +53,7 @@ class PromptForward(GpuForward):
     def capture(self, key: Key) -> None:  # type: ignore[override]
         """The kernel is chosen for one text that takes all of it."""
         self._run_padding(key, key.tokens * (np.arange(key.rows) == 0))
+        self.take_runs()  # or the first text that a draft reads here would take as long
 
     def read(self, batch: TreeBatch) -> Tensor:
         """fp32 [n, vocab], valid until the next one."""
