@@ -32,7 +32,13 @@ from adaserve.engine.gpu.heads import GpuHead, gpu_head
 from adaserve.engine.gpu.kernel_choice import kernel_maker
 from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
 from adaserve.engine.gpu.model import Parts, SGLangCall
-from adaserve.engine.gpu.prompts import MOST_TOKENS, PromptForward, prompt_key, take_short_prompts
+from adaserve.engine.gpu.prompts import (
+    MOST_TOKENS,
+    PromptForward,
+    are_wanted,
+    prompt_key,
+    take_short_prompts,
+)
 from adaserve.engine.gpu.sizes import FIRST, READ_AT_ONCE, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.gpu.unread import write_nodes
 from adaserve.engine.hidden_states import HiddenStates
@@ -168,7 +174,7 @@ class GpuDevice:
         parts.warm_unread()
         parts.warm_draws(int(target.model_config.vocab_size))
         parts.warm_slots(table, most_rows)
-        if (capture or device.type == "cpu") and not target.server_args.disable_prefill_cuda_graph:
+        if (capture or device.type == "cpu") and are_wanted(target.server_args):
             models = zip((target, *drafts), (parts.target, *parts.drafts), strict=True)
             parts.prompts = [take_short_prompts(m, f) for m, f in models if not isinstance(f, GpuHead)]
         if capture:
