@@ -91,10 +91,19 @@ _IN_PARAMS = {
     **dict.fromkeys(("/v1/chat/completions", "/invocations", "/v1/completions"), "put it into custom_params"),
     "/generate": "put it into custom_params of sampling_params",
 }
-_NO_PARAMS = ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
+_VERTEX = "/vertex_generate"
+_NO_PARAMS = (
+    "/v1/responses", "/v1/messages", "/v1/score", "/v1/decisions", "/v1/systemone", "/api/chat",
+    "/api/generate", _VERTEX,
+)  # fmt: skip
 """Routes that read neither ``custom_params`` nor ``nvext``."""
 
 _OF_SAMPLING = FIELDS.keys() - EACH.keys() - WHOLE.keys()
+_OF_REQUEST = FIELDS.keys() | EACH.keys() | WHOLE.keys() | {"token_ids_logprob", "sampling_params"}
+_OF_INSTANCE = {"text", "input_ids", "input_embeds", "image_data"}
+"""What Vertex AI's route reads of a prompt. All else of a request it takes from ``parameters``."""
+_BESIDE_PARAMETERS = _OF_REQUEST | {*OWN_KEYS, "nvext"}
+_BESIDE_A_PROMPT = _BESIDE_PARAMETERS - _OF_INSTANCE
 
 
 def require_served(body: Mapping[str, Any], path: str) -> None:
@@ -114,13 +123,31 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
             raise RequestError(f"{name} is not served: {use}")
     if path in _OWN:
         _require_own_names(body, *_OWN[path])
-    if path == "/api/chat" and isinstance(body.get("messages"), list):
-        for i, message in enumerate(body["messages"]):
-            if isinstance(message, Mapping) and message.get("images"):
-                raise RequestError(f"messages[{i}].images is not served: {_IMAGES}")
+    if path == _VERTEX:
+        _require_parameters(body)
+    if path == "/api/chat":
+        _require_no_images(body.get("messages"))
     best, n = body.get("best_of", 1), body.get("n") or 1
     if is_integer(best) and is_integer(n) and best > max(n, 1):
         raise RequestError("best_of is not served: ask for several answers with n, and choose one yourself")
+
+
+def _require_no_images(messages: Any) -> None:
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, Mapping) and message.get("images"):
+            raise RequestError(f"messages[{i}].images is not served: {_IMAGES}")
+
+
+def _require_parameters(body: Mapping[str, Any]) -> None:
+    """Raises RequestError for what is said beside ``parameters``, or beside a prompt, and not read."""
+    instances = body.get("instances")
+    prompts = enumerate(instances if isinstance(instances, list) else ())
+    beside_prompts = [(f"instances[{i}].", _BESIDE_A_PROMPT, prompt) for i, prompt in prompts]
+    for where, names, said in [("", _BESIDE_PARAMETERS, body), *beside_prompts]:
+        for name in names & said.keys() if isinstance(said, Mapping) else ():
+            if said[name] is not None and (said[name] or name not in WHOLE):
+                use = "put it into parameters" if name in _OF_REQUEST - {"custom_params"} else _IN_HEADERS
+                raise RequestError(f"{where}{name} is not read here: {use}")
 
 
 def _require_own_names(body: Mapping[str, Any], lengths: Sequence[str], names: Mapping[str, str]) -> None:
@@ -128,6 +155,8 @@ def _require_own_names(body: Mapping[str, Any], lengths: Sequence[str], names: M
     would write answers of its usual length, or draw by another seed."""
     if body.get("sampling_params"):
         raise RequestError("sampling_params is not served here: put its fields into the body itself")
+    if "max_completion_tokens" in lengths and body.get("max_completion_tokens") in (0, "0"):
+        raise RequestError("max_completion_tokens must be at least 1, got 0")  # SGLang takes it for unset
     if all(body.get(name) is None for name in lengths):
         names = {**dict.fromkeys(_LENGTHS, lengths[0]), **names}
     for name, own in names.items():

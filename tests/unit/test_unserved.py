@@ -13,8 +13,9 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from adaserve.boundary import RequestError
 from adaserve.boundary.unserved import _OWN, CONSTRAINTS, INSTEAD, require_served
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = (
+CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE, VERTEX = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate",
+    "/vertex_generate",
 )  # fmt: skip
 SCHEMA = {"type": "object"}
 
@@ -55,6 +56,7 @@ SCHEMA = {"type": "object"}
         ("/api/chat", {"tools": [{"type": "function"}]}, "tools is not served: use tools of /v1/chat"),
         ("/api/chat", {"messages": [5, {"images": ["AAAA"]}]}, "messages[1].images is not served: use"),
         ("/api/generate", {"images": ["AAAA"]}, "images is not served: use image_url of"),
+        (CHAT, {"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens must be at least 1"),
         ("/api/generate", {"context": [5, 6]}, "context is not served: put all of the text into prompt"),
     ],
 )  # fmt: skip
@@ -79,6 +81,14 @@ def test_what_would_be_ignored_is_refused(path: str, field: dict[str, Any], use:
         ("/api/chat", {"custom_params": {"adaserve_learn": False}}, "custom_params is not read here: use th"),
         ("/api/generate", {"nvext": {}}, "nvext is not read here: use the headers"),
         ("/v1/score", {"slo_class": "chat"}, "slo_class is not read here: use the headers x-slo-class"),
+        ("/v1/score", {"custom_params": {"slo_ttft_ms": 40}}, "custom_params is not read here: use the h"),
+        ("/v1/decisions", {"nvext": {"router": {"ttft_target": 40}}}, "nvext is not read here: use the h"),
+        (VERTEX, {"nvext": {"router": {"itl_target": 40}}}, "nvext is not read here: use the headers"),
+        (VERTEX, {"sampling_params": {"top_k": 1}}, "sampling_params is not read here: put it into p"),
+        (VERTEX, {"stream": True}, "stream is not read here: put it into parameters"),
+        (VERTEX, {"instances": [{"text": "a"}, {"temperature": 0}]}, "instances[1].temperature is not read"),
+        (VERTEX, {"instances": [{"slo_class": "chat"}]}, "instances[0].slo_class is not read here: use"),
+        (VERTEX, {"custom_params": {"slo_tpot_ms": 40}}, "custom_params is not read here: use the headers"),
     ],
 )  # fmt: skip
 def test_wishes_are_stated_where_they_are_read(path: str, field: dict[str, Any], use: str) -> None:
@@ -111,6 +121,8 @@ def test_wishes_are_served_where_they_are_read(path: str, name: str) -> None:
         (MESSAGES, {"output_config": {"effort": "low"}, "stop_sequences": ["a"], "thinking": {}}),
         (GENERATE, {"sampling_params": {"regex": "a"}, "temperature": None, "watermark": {}}),
         ("/v1/embeddings", {"format": "float"}),
+        (VERTEX, {"instances": [{"text": "a", "id": 5, "stream": None}], "parameters": {"stream": True}}),
+        (VERTEX, {"instances": 5}),  # for the route to judge
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": []}], "tools": []}),
         ("/api/generate", {"images": None, "suffix": "b", "raw": True, "system": "a", "keep_alive": 0}),
     ],
