@@ -203,7 +203,7 @@ def read_headers(headers: Headers, config: SLOConfig) -> FromHeaders:
 
 def _refuse_misspelt(sent: Mapping[str, list[str]]) -> None:
     for name in sent:
-        if name not in KNOWN_HEADERS and _LOOKS_LIKE_OURS.match(name):
+        if name not in KNOWN_HEADERS and _LOOKS_LIKE_OURS.match(name.replace("_", "-")):
             nearest = get_close_matches(name, KNOWN_HEADERS, n=1, cutoff=0.0)[0]
             raise SLOError(
                 f"unknown header {shown(name)}: did you mean {nearest}? Known are {', '.join(KNOWN_HEADERS)}"
