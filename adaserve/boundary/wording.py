@@ -47,6 +47,8 @@ def as_sent(message: str, sent: Collection[str], known: Collection[str]) -> str:
         names = _NAMES.get(own, ())
         return next((name for fields in (sent, known) for name in names if name in fields), own)
 
+    if message.startswith("schema_ "):  # as SGLang calls it in Python
+        message = f"response_format.json_schema.{message.replace('_', '', 1)}"
     return _NAME.sub(name, message)
 
 
@@ -82,8 +84,11 @@ def not_json(errors: Sequence[dict[str, Any]], body: Any, kind: str, encoding: s
 
 def _path(error: dict[str, Any], body: Any) -> str:
     """Pydantic also names the types that it tries; they are in no body."""
+    place = error.get("loc", ())
+    if place[:1] == ("query",):
+        return f"{place[-1]} of the query"
     path, here = "", body
-    parts = [part for part in error.get("loc", ()) if part != "body"]
+    parts = [part for part in place if part != "body"]
     for i, part in enumerate(parts):
         if isinstance(here, dict) and (part in here or (error["type"] == "missing" and i == len(parts) - 1)):
             path, here = f"{path}.{part}" if path else str(part), here.get(part)

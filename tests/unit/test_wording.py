@@ -62,6 +62,7 @@ def test_sampling_parameters_have_the_names_of_the_client(
         ("sampling_params.stop takes at most 32", AnthropicMessagesRequest, {"stop_sequences"}, "stop_sequences takes at most 32"),
         ("sampling_params.max_new_tokens must be", AnthropicMessagesRequest, {"max_tokens"}, "max_tokens must be"),
         ("sampling_params.json_schema: $ref", AnthropicMessagesRequest, {"output_config", "tools"}, "output_config: $ref"),
+        ("schema_ is required for", ChatCompletionRequest, {"response_format"}, "response_format.json_schema.schema is required for"),
         ("text holds '\\ud800'", AnthropicMessagesRequest, {"messages"}, "messages holds '\\ud800'"),
     ],
 )  # fmt: skip
@@ -108,6 +109,16 @@ def test_what_is_no_json_is_told_with_its_place() -> None:
         "ctx": {"error": "Expecting value"},
     }
     assert wrong_fields([error], "{") == "the body: JSON decode error: Expecting value"
+
+
+def test_a_parameter_of_the_query_is_not_looked_for_in_the_body() -> None:
+    error = {
+        "type": "int_parsing",
+        "loc": ("query", "level"),
+        "msg": "Input should be an integer",
+        "input": "x",
+    }
+    assert wrong_fields([error], None) == "level of the query: Input should be an integer, got 'x'"
 
 
 def test_very_many_errors_are_told_in_a_line() -> None:
