@@ -14,6 +14,7 @@ themselves; here the other routes do too, so that a refusal is a status and not 
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -23,6 +24,8 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from sglang.srt.observability.req_time_stats import monotonic_time
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -39,6 +42,7 @@ from adaserve.boundary import (
 from adaserve.boundary.prompts import require_few
 from adaserve.boundary.request import session_id
 from adaserve.boundary.values import integer, token_ids
+from adaserve.boundary.wording import wrong_fields
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
@@ -339,9 +343,12 @@ def _keep_converted(result: tuple[Any, Any], self: Any, request: Any, raw_reques
 def _keep_made(
     self: Any, request_id: str, prompt: Any, adapted: Any, *_: Any, raw_request: Any = None, **__: Any
 ) -> None:
+    """Also raises RequestError for what runs in the background, while its status can still say so."""
     if raw_request is not None:
         raw_request.state.adaserve_converted = adapted
         raw_request.state.adaserve_of_tools = True  # nothing else on this route becomes such a grammar
+        if adapted.background and applies(self.tokenizer_manager.server_args):
+            check_fields(self.tokenizer_manager, adapted, raw_request)
 
 
 def _grammar_of_tools(obj: Any, request: Any) -> bool:
@@ -388,26 +395,38 @@ async def _responses_stream(
 
 
 async def _responses_status(
-    original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Awaitable[Any]], self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """SGLang makes 400 of every error, also where a request was shed (429) or the server stops (503). As on
-    OpenAI's other routes, the error's type is the status."""
+    OpenAI's other routes, the error's type is the status. A response that fails in the background says why,
+    as OpenAI's do: SGLang keeps that it failed."""
+    if not applies(self.tokenizer_manager.server_args):
+        return await original(self, request, *args, **kwargs)
     try:
-        return await original(self, *args, **kwargs)
+        answer = await original(self, request, *args, **kwargs)
     except HTTPException as error:
-        if not applies(self.tokenizer_manager.server_args):
-            raise
         status = error.status_code
-        return self.create_error_response(error.detail, err_type=str(status), status_code=status)
+        answer = self.create_error_response(error.detail, err_type=str(status), status_code=status)
+    kept = self.response_store.get(request.request_id) if request.background and not request.stream else None
+    if kept is not None and isinstance(answer, JSONResponse):
+        error = json.loads(bytes(answer.body))["error"]
+        kept.error = {"code": str(error["code"]), "message": error["message"]}
+    return answer
 
 
-async def _without_a_traceback(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+async def _without_a_traceback(
+    original: Callable[..., Awaitable[Any]], self: Any, request: Any, before: Any, *rest: Any, **more: Any
+) -> Any:
     """A response's prompt that cannot be made is the client's fault; SGLang logs all but one kind of these as
-    faults of its own."""
+    faults of its own. What Pydantic finds wrong with the chat made of it is told as of other bodies."""
     from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
     try:
-        return await original(*args, **kwargs)
+        return await original(self, request, before, *rest, **more)
+    except ValidationError as error:
+        chat = {"messages": self._construct_input_messages(request, before, **more)}
+        told = wrong_fields(error.errors(), chat)
+        raise _MediaInputValidationError(f"input makes no chat: {told}") from error
     except ValueError as error:
         raise _MediaInputValidationError(str(error)) from error
 
@@ -429,7 +448,5 @@ def _name_the_field(original: Callable[[Any], str | None], body: Any) -> str | N
 
 def refusal(message: str) -> Any:
     """HTTP 400 with the reason, as SGLang's own routes write it."""
-    from fastapi.responses import JSONResponse
-
     error = {"message": message, "type": "BadRequest", "code": int(HTTPStatus.BAD_REQUEST)}
     return JSONResponse(status_code=HTTPStatus.BAD_REQUEST, content={"error": error})

@@ -27,6 +27,8 @@ def register() -> None:
     hook("sglang.srt.entrypoints.http_server.serve_generate_request", _native_request, HookType.AROUND)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
     hook(manager, _any_request, HookType.BEFORE)
+    responses = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
+    hook(f"{responses}._generate_with_builtin_tools", _in_background, HookType.BEFORE)
 
 
 async def _openai_request(
@@ -62,6 +64,14 @@ def _any_request(self: Any, obj: Any, request: Any = None) -> None:
     resolved = request is not None and getattr(request.state, "adaserve_resolved", False)
     if isinstance(obj, GenerateReqInput) and is_active() and not resolved and not asks_for_health(request):
         _attach(obj, request)
+
+
+def _in_background(
+    self: Any, request_id: str, prompt: Any, adapted: Any, *_: Any, raw_request: Any = None, **__: Any
+) -> None:
+    """A response that runs after its status is sent. Raises SLOError before."""
+    if adapted.background and is_active():
+        _headers(raw_request).resolve(None, slo_classes(), None)
 
 
 def _attach(obj: Any, request: Any, nvext: Any = None) -> None:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse, Response
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 
-from adaserve.patches.boundary import _grammar_of_tools, _keep_converted, _responses_status
+from adaserve.boundary import RequestError
+from adaserve.patches import boundary
+from adaserve.patches.boundary import (
+    _grammar_of_tools,
+    _keep_converted,
+    _keep_made,
+    _responses_status,
+    _without_a_traceback,
+)
 from adaserve.patches.openai_errors import in_shape
 
 FLAT = {
@@ -32,6 +41,13 @@ def test_an_error_gets_the_shape_and_the_names_of_openai() -> None:
     assert json.loads(in_shape(answer, {"max_tokens"}, ()).body) == {"error": error}
 
 
+def serving(algorithm: str | None) -> Any:
+    made = OpenAIServingResponses.__new__(OpenAIServingResponses)
+    args = SimpleNamespace(speculative_algorithm=algorithm)
+    made.tokenizer_manager = SimpleNamespace(server_args=args)
+    return made
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_response_that_is_not_made_has_the_status_of_its_error(status: int) -> None:
     """SGLang says 400: that the client is to blame, and must not try again."""
@@ -40,19 +56,64 @@ def test_a_response_that_is_not_made_has_the_status_of_its_error(status: int) ->
         raise HTTPException(status, "late")
         yield
 
-    def serving(algorithm: str | None) -> OpenAIServingResponses:
-        made = OpenAIServingResponses.__new__(OpenAIServingResponses)
-        args = SimpleNamespace(speculative_algorithm=algorithm)
-        made.tokenizer_manager = SimpleNamespace(server_args=args)
-        return made
-
-    original = OpenAIServingResponses.responses_full_generator
-    unused: Any = (None, None, fails(), None, "m", None, None)
+    original, request = OpenAIServingResponses.responses_full_generator, ResponsesRequest(input="a")
+    unused: Any = (request, None, fails(), None, "m", None, None)
     answer = asyncio.run(_responses_status(original, serving("ADASERVE"), *unused, require_reasoning=False))
     assert answer.status_code == status and json.loads(answer.body)["error"]["message"] == "late"
-    unused = (None, None, fails(), None, "m", None, None)
+    unused = (request, None, fails(), None, "m", None, None)
     with pytest.raises(HTTPException):
         asyncio.run(_responses_status(original, serving(None), *unused, require_reasoning=False))
+
+
+def test_a_response_that_failed_in_the_background_says_why() -> None:
+    """SGLang keeps that it failed. Its client has had an answer with status 200 before."""
+
+    async def fails() -> Any:
+        raise ValueError("too long")
+        yield
+
+    made, request = serving("ADASERVE"), ResponsesRequest(input="a", background=True)
+    kept = SimpleNamespace(status="queued", error=None)
+    made.response_store, made.response_store_lock = {request.request_id: kept}, asyncio.Lock()
+
+    async def full(*args: Any, **more: Any) -> Any:
+        return await _responses_status(OpenAIServingResponses.responses_full_generator, made, *args, **more)
+
+    made.responses_full_generator = full
+    unused: Any = (None, fails(), None, "m", None, None)
+    asyncio.run(made._run_background_request(request, *unused, require_reasoning=False))
+    assert kept.status == "failed" and kept.error == {"code": "400", "message": "too long"}
+
+
+def test_a_response_in_the_background_is_checked_while_it_has_a_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise RequestError("refused")
+
+    monkeypatch.setattr(boundary, "check_fields", refuses)
+    http = SimpleNamespace(state=SimpleNamespace())
+    for algorithm, background, refused in (
+        ("ADASERVE", True, True),
+        ("ADASERVE", False, False),
+        (None, True, False),
+    ):
+        with pytest.raises(RequestError) if refused else nullcontext():
+            adapted = SimpleNamespace(background=background)
+            _keep_made(serving(algorithm), "resp_a", "a", adapted, raw_request=http)
+
+
+def test_input_that_makes_no_chat_is_told_in_a_line() -> None:
+    """Pydantic's own words have a line for each type that it tried, and a link to its website."""
+    made = serving("ADASERVE")
+    made._construct_input_messages = lambda *_, **__: [{"role": "user", "content": 5}]
+
+    async def make(self: Any, request: Any, before: Any, **more: Any) -> None:
+        ChatCompletionRequest(messages=self._construct_input_messages(request, before, **more))
+
+    with pytest.raises(ValueError, match=r"^input makes no chat: messages\[0\].content: Input") as error:
+        asyncio.run(_without_a_traceback(make, made, None, None, tool_adapter=None))
+    assert "\n" not in str(error.value) and "http" not in str(error.value)
 
 
 def test_an_error_of_anthropic_keeps_its_shape() -> None:

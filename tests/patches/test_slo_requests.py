@@ -16,7 +16,8 @@ from adaserve.boundary.limits import MAX_BATCH
 from adaserve.config import ENV, AdaServeConfig, slo_classes
 from adaserve.patches import slo_requests
 from adaserve.patches.boundary import asks_for_health
-from adaserve.patches.slo_requests import _any_request, _native_request
+from adaserve.patches.slo_requests import _any_request, _in_background, _native_request
+from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import WIRE_KEY, RequestSLO
 
 CLASSES = """
@@ -154,3 +155,12 @@ def test_a_priority_hint_fills_sglangs_field_unless_the_request_did() -> None:
     unlike = [{"custom_params": {"nvext": {"agent_hints": {"priority": p}}}} for p in (1, 2)]
     answer = generate(GenerateReqInput(text=["a", "b"], sampling_params=unlike), http())
     assert answer.status_code == 400 and b"share one priority" in answer.body
+
+
+def test_a_response_in_the_background_is_refused_while_it_has_a_status() -> None:
+    """SGLang makes it after it has answered with 200."""
+    wrong, right = http(x_slo_class="nobody"), http(x_slo_class="chat")
+    _in_background(None, "resp_a", "a", GenerateReqInput(text="a"), raw_request=wrong)
+    _in_background(None, "resp_a", "a", GenerateReqInput(text="a", background=True), raw_request=right)
+    with pytest.raises(SLOError, match="unknown SLO class 'nobody'"):
+        _in_background(None, "resp_a", "a", GenerateReqInput(text="a", background=True), raw_request=wrong)
