@@ -10,8 +10,12 @@ import os
 import runpy
 import signal
 import sys
+from traceback import walk_tb
 from types import FrameType
 from typing import NoReturn
+
+SETTINGS = "sglang.srt.arg_groups."
+"""SGLang's modules that look at settings before it starts anything."""
 
 
 def stop(number: int) -> NoReturn:
@@ -38,6 +42,12 @@ def stop_cleanly() -> None:
         signal.signal(number, heed)
 
 
+def is_of_settings(error: Exception) -> bool:
+    """Whether SGLang refuses settings by it."""
+    *_, last = walk_tb(error.__traceback__)
+    return str(last[0].f_globals.get("__name__")).startswith(SETTINGS)
+
+
 if __name__ == "__main__":
     stop_cleanly()
     from adaserve.errors import UserError
@@ -49,6 +59,8 @@ if __name__ == "__main__":
     del sys.argv[0]
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    except UserError as error:
+    except (UserError, ValueError, AssertionError) as error:
+        if not isinstance(error, UserError) and not (str(error) and is_of_settings(error)):
+            raise
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

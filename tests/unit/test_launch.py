@@ -51,6 +51,24 @@ def test_settings_that_cannot_be_served_are_said_in_one_line(tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (2, "error: use --page-size 1\n")
 
 
+@pytest.mark.parametrize(
+    ("place", "code"), [("sglang.srt.arg_groups.overrides", 2), ("sglang.srt.server", 1)]
+)
+def test_so_are_settings_that_sglang_refuses(tmp_path: Path, place: str, code: int) -> None:
+    """By an exception without a name of its own, which may also be a fault."""
+    (tmp_path / "starting.py").write_text(
+        f"there = {{'__name__': '{place}'}}\n"
+        "exec('def check():\\n    raise ValueError(\"no\")', there)\n"
+        "there['check']()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "adaserve.launch", "starting"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == code
+    assert (done.stderr == "error: no\n") == (code == 2)
+
+
 def test_the_command_is_quiet_before_its_modules_are_there() -> None:
     code = (
         "import signal, sys\n"
