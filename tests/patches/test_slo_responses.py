@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
 
 from adaserve.patches import slo_responses
 from adaserve.patches.slo_responses import KEY, of_all
@@ -117,3 +118,16 @@ def test_an_error_in_place_of_a_response_stays_as_it_is() -> None:
     error = SimpleNamespace(status_code=400)
     slo_responses._whole(error, None, None, ret, 0)
     assert vars(error) == {"status_code": 400}
+
+
+def test_a_stream_of_what_is_new_ends_with_the_report() -> None:
+    """Of its lists SGLang leaves out as many entries as tokens were sent before, and there is one report."""
+    gathered: list[Any] = []  # by SGLang, for all outputs of an answer
+    sent = []
+    for offset, report in ((0, None), (2, None), (5, MET)):
+        gathered.extend([] if report is None else [report])
+        meta = {"output_token_logprobs": list(range(6)), KEY: gathered}
+        slo_responses._keep_whole(_slice_streaming_output_meta_info, meta, offset, [KEY])
+        sent.append({"meta_info": meta})
+    assert [len(one["meta_info"]["output_token_logprobs"]) for one in sent] == [6, 4, 1]
+    assert [one["meta_info"].get(KEY) for one in watched(SimpleNamespace(), *sent)] == [None, None, MET]
