@@ -8,8 +8,9 @@ looks at them, and the prompt once it is tokenized.
 A server that was told to stop waits until no request is left. SGLang takes new ones meanwhile, so it goes on
 for as long as somebody sends any. Here they get 503.
 
-A stream's status is sent before its first output. Chat and completions therefore wait for the first output
-themselves; here the other routes do too, so that a refusal is a status and not an event in a good answer.
+A stream's status is sent before its first output. Here all routes wait for it, so that a refusal is a status
+and not an event in a good answer: also where the scheduler refuses, as a full queue or a grammar that cannot
+be compiled, which chat and completions make an event of.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def register() -> None:
     openai = "sglang.srt.entrypoints.openai"
     chat = f"{openai}.serving_chat.OpenAIServingChat._convert_to_internal_request"
     hook(chat, _keep_converted, HookType.AFTER)
+    for serving in ("serving_chat.OpenAIServingChat", "serving_completions.OpenAIServingCompletion"):
+        hook(f"{openai}.{serving}._handle_streaming_request", _openai_stream, HookType.AROUND)
     messages = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._handle_streaming"
     hook(messages, _messages_stream, HookType.AROUND)
     responses = f"{openai}.serving_responses.OpenAIServingResponses"
@@ -361,6 +364,21 @@ async def _start_converted(manager: Any, raw_request: Any) -> None:
     """Starts the request of a response that was made, but has not run yet."""
     if applies(manager.server_args):
         await start(manager, raw_request.state.adaserve_converted, raw_request)
+
+
+async def _openai_stream(
+    original: Callable[..., Awaitable[Any]], self: Any, adapted: Any, request: Any, raw_request: Any
+) -> Any:
+    try:
+        if applies(self.tokenizer_manager.server_args):
+            await start(self.tokenizer_manager, adapted, raw_request)
+    except HTTPException as error:
+        if error.status_code != HTTPStatus.BAD_REQUEST:
+            raise
+        return self.create_error_response(error.detail)
+    except ValueError as error:
+        return self.create_error_response(str(error))
+    return await original(self, adapted, request, raw_request)
 
 
 async def _messages_stream(

@@ -92,6 +92,12 @@ TARGETS = {
     f"{OPENAI}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request": [
         "self", "adapted_request", "request", "raw_request",
     ],
+    f"{OPENAI}.serving_chat.OpenAIServingChat._handle_streaming_request": [
+        "self", "adapted_request", "request", "raw_request",
+    ],
+    f"{OPENAI}.serving_completions.OpenAIServingCompletion._handle_streaming_request": [
+        "self", "adapted_request", "request", "raw_request",
+    ],
     f"{OPENAI}.serving_responses.OpenAIServingResponses._generate_with_builtin_tools": [
         "self", "request_id", "request_prompt", "adapted_request",
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,14 @@ from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.entrypoints.request_headers import apply_header_overrides
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from adaserve.patches.boundary import _FIRST, _every_request, _ollama_options, _ollama_stream, native_response
+from adaserve.patches.boundary import (
+    _FIRST,
+    _every_request,
+    _ollama_options,
+    _ollama_stream,
+    _openai_stream,
+    native_response,
+)
 
 
 def test_headers_that_override_fields_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +49,33 @@ def test_headers_that_override_fields_are_read_first(monkeypatch: pytest.MonkeyP
     obj = GenerateReqInput(text="a", rid="own", stream=True)
     assert asyncio.run(native_response(original, obj, request)) == "streamed"
     assert started == [("routed", 7)]
+
+
+@pytest.mark.parametrize(("status", "message"), [(400, "the grammar is wrong"), (503, "the queue is full")])
+def test_a_stream_of_openai_that_the_scheduler_refuses_has_the_status(status: int, message: str) -> None:
+    """SGLang makes an event of it, in an answer with status 200."""
+    reason = {"type": "abort", "status_code": HTTPStatus(status), "message": message}
+
+    async def generate(*_: Any) -> Any:
+        yield {"text": "", "meta_info": {"finish_reason": reason}}
+
+    async def original(*_: Any) -> str:
+        return "streamed"
+
+    def serving(algorithm: str | None) -> Any:
+        args = SimpleNamespace(speculative_algorithm=algorithm)
+        manager = SimpleNamespace(server_args=args, generate_request=generate)
+        return SimpleNamespace(tokenizer_manager=manager, create_error_response=lambda said: (400, said))
+
+    def answer(algorithm: str | None) -> Any:
+        made = GenerateReqInput(text="a", stream=True)
+        try:
+            return asyncio.run(_openai_stream(original, serving(algorithm), made, None, None))
+        except HTTPException as error:
+            return error.status_code, error.detail
+
+    assert answer("ADASERVE") == (status, message)
+    assert answer(None) == "streamed"
 
 
 @pytest.mark.parametrize(("algorithm", "taken"), [("ADASERVE", False), (None, True)])
