@@ -427,8 +427,8 @@ async def _responses_status(
         answer = self.create_error_response(error.detail, err_type=str(status), status_code=status)
     kept = self.response_store.get(request.request_id) if request.background and not request.stream else None
     if kept is not None and isinstance(answer, JSONResponse):
-        error = json.loads(bytes(answer.body))["error"]
-        kept.error = {"code": str(error["code"]), "message": error["message"]}
+        why = json.loads(bytes(answer.body))["error"]
+        kept.error = {"code": str(why["code"]), "message": why["message"]}
     return answer
 
 
@@ -443,7 +443,7 @@ async def _without_a_traceback(
         return await original(self, request, before, *rest, **more)
     except ValidationError as error:
         chat = {"messages": self._construct_input_messages(request, before, **more)}
-        told = wrong_fields(error.errors(), chat)
+        told = wrong_fields([{**one} for one in error.errors()], chat)
         raise _MediaInputValidationError(f"input makes no chat: {told}") from error
     except ValueError as error:
         raise _MediaInputValidationError(str(error)) from error
