@@ -68,7 +68,10 @@ def run_bench(
     make_results_dir(out)
     config.save(out / "config.yaml")
     code = _run_locust(out, schedule, processes, console, secret_headers(config.server))
-    summary = _summary(out, config, schedule, KILLED if code is not None else INTERRUPTED)
+    try:
+        summary = _summary(out, config, schedule, KILLED if code is not None else INTERRUPTED)
+    except OSError as e:
+        raise LoadgenError(f"cannot write the results to {out} ({e.strerror}): give another folder") from e
     if summary is None:
         if code is None:
             raise KeyboardInterrupt

@@ -66,6 +66,7 @@ class LocalRun:
         self._schedule: Schedule | None = None
         self._before: Samples = {}
         self._finished = False
+        self._unwritten = False
         self._read_lag = LogHistogram()
 
     def start(self) -> None:
@@ -84,9 +85,12 @@ class LocalRun:
         """Ends the run early; what was recorded so far is kept."""
         if not self._finished:
             self.reasons.append(INTERRUPTED)
-            if self._dispatcher is not None:
-                self._dispatcher.stop()
+            self._send_no_more()
             self.done.wait(_STOP_WORKER_S)
+
+    def _send_no_more(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.stop()
 
     def rows(self) -> list[dict[str, Any]]:
         """The live table of the web UI."""
@@ -120,9 +124,19 @@ class LocalRun:
         return schedule
 
     def _record(self, record: RequestRecord) -> None:
-        assert self.recorder is not None
-        self.recorder.add(record)
+        self._keep(record)
         fire_stats(self.environment, record)
+
+    def _keep(self, record: RequestRecord, line: str | None = None) -> None:
+        """Writes a record. Where that cannot be, say on a full disk, the run ends."""
+        assert self.recorder is not None
+        try:
+            self.recorder.add(record, line)
+        except OSError as error:
+            if not self._unwritten:
+                self._unwritten = True
+                self.reasons.append(f"records could not be written ({error.strerror})")
+                gevent.spawn(self._send_no_more)  # it ends the greenlet that is here, too
 
     def _tick(self) -> None:
         while True:
@@ -210,10 +224,13 @@ class MasterRun(LocalRun):
     def stop(self) -> None:
         if not self._finished:
             self.reasons.append(INTERRUPTED)
-            for client in list(self._waiting):
-                self.runner.send_message("adaserve_stop", {}, client)
+            self._send_no_more()
             self.done.wait(_STOP_MASTER_S)
             self.finish()
+
+    def _send_no_more(self) -> None:
+        for client in list(self._waiting):
+            self.runner.send_message("adaserve_stop", {}, client)
 
     def _send_shard(self, client: str, index: int, shard: tuple[PlannedRequest, ...]) -> None:
         begin = {"server": self.config.server.model_dump(), "index": index, "expected": len(shard)}
@@ -237,11 +254,10 @@ class MasterRun(LocalRun):
             self._all_ready.set()
 
     def on_records(self, lines: list[str]) -> None:
-        assert self.recorder is not None
         if self._finished:
             return
         for line in lines:
-            self.recorder.add(RequestRecord.from_mapping(json.loads(line)), line)
+            self._keep(RequestRecord.from_mapping(json.loads(line)), line)
 
     def on_done(self, client: str, read_lag: list[tuple[int, int]]) -> None:
         self._read_lag.merge(read_lag)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ class Recorder:
         self._file = open(out / "requests.jsonl", "w", encoding="utf-8")  # noqa: SIM115
 
     def add(self, record: RequestRecord, line: str | None = None) -> None:
-        """Writes one record (``line``: its JSON, when it is at hand already)."""
+        """Writes one record (``line``: its JSON, when it is at hand already). Raises OSError."""
         self._file.write((line if line is not None else record.to_json()) + "\n")
         self._file.flush()  # into the page cache: safe even when this process is killed
         self.finished += 1
@@ -138,7 +139,10 @@ class Recorder:
     def write_progress(self) -> None:
         """Replaces ``progress.json``, which is not indented: that would take time from the streams."""
         data = {"planned": self.planned, "finished": self.finished, "by_class": self.rows()}
-        write_whole(self.out / "progress.json", json.dumps(data).encode())
+        with suppress(OSError):  # it is only for show
+            write_whole(self.out / "progress.json", json.dumps(data).encode())
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing is left to be written but what could not be."""
+        with suppress(OSError):
+            self._file.close()

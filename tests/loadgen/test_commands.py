@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -188,6 +189,26 @@ def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
         assert process.wait(120) == 4
     assert len(list(iter_records(out))) >= 20
     assert "killed" in (out / "summary.json").read_text()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_full_disk_ends_the_run(processes: int, tmp_path: Path) -> None:
+    """Nobody waits for requests whose records are lost. A limit on the size of files stands for the disk."""
+    out, room = tmp_path / "r", 20_000
+    with running_fake(token_ms=2) as fake:
+        args = ("--duration", "300", "--rps", "40", "--output-tokens", "4", "--baseline-ms", "20")
+        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
+        done = subprocess.run(
+            [*line, "--processes", str(processes)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+            check=False,
+        )
+    assert done.returncode == 2 and "cannot write" in done.stderr, done.stderr
+    assert "records could not be written" in (out / "summary.json").read_text()
+    assert len(list(iter_records(out))) > 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
