@@ -34,6 +34,11 @@ class Case:
     config: SimulationConfig
     trace: Trace
 
+    @property
+    def key(self) -> tuple[str, float, str, int]:
+        """What results call it; it has one file of records."""
+        return self.workload, round(self.load, 3), self.policy, self.seed
+
     def settings(self, shared: Setting) -> str:
         """What decides the outcome, in short: two runs with the same are equal."""
         with np.printoptions(threshold=sys.maxsize):
@@ -100,27 +105,39 @@ def run_grid(
 ) -> list[Row]:
     """Runs all cases one after the other; with ``out``, appends to ``runs.jsonl`` and skips what it holds.
 
-    A row is taken again only for the same requests and settings."""
+    The settings of those must be the same (``check_same_settings``)."""
     path = out / "runs.jsonl" if out else None
     done = {_key(row): row for row in (read_lines(path) if path else [])}
     rows = []
     for i, case in enumerate(cases):
         progress(i, case)
-        key = case.workload, round(case.load, 3), case.policy, case.seed, case.settings(setting)
-        if key not in done:
+        if case.key not in done:
             row, records, _ = run_case(case, setting)
-            done[key] = row
+            done[case.key] = row
             if out and path:
                 if keep_records:
-                    name = f"requests-{case.workload}-{case.load:.2f}-{case.policy}-{case.seed}.jsonl.gz"
-                    write_records(out / name, records)
+                    name = "-".join(map(str, case.key))
+                    write_records(out / f"requests-{name}.jsonl.gz", records)
                 append_line(path, row)  # last: it says that the case is done
-        rows.append(done[key])
+        rows.append(done[case.key])
     return rows
 
 
+def check_same_settings(cases: list[Case], setting: Setting, out: Path | None) -> None:
+    """Results are not overwritten, and figures of other settings not taken for those of ``cases``. Raises
+    ValueError where the folder, or the cases themselves, have a case of the same name that differs."""
+    known = {_key(row): row.get("settings") for row in (read_lines(out / "runs.jsonl") if out else [])}
+    for case in cases:
+        if known.setdefault(case.key, settings := case.settings(setting)) != settings:
+            workload, load, policy, seed = case.key
+            raise ValueError(
+                f"there are results of {workload} at {load:g} requests/s with {policy} and seed {seed} that "
+                "have other settings: give another --out, or the policy another name, as in NAME=priced"
+            )
+
+
 def _key(row: Row) -> tuple[Any, ...]:
-    return row["workload"], row["load_rps"], row["policy"], row["seed"], row.get("settings")
+    return row["workload"], row["load_rps"], row["policy"], row["seed"]
 
 
 def aggregate(

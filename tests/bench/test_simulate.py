@@ -79,17 +79,42 @@ def test_times_of_nobody_are_not_zero() -> None:
     assert not re.search(r"\| 0\.0", said.partition("### Mean TTFT")[2].partition("### Goodput")[0])
 
 
-def test_only_rows_of_the_same_settings_are_taken_again(tmp_path: Path) -> None:
+def test_results_are_continued_and_never_overwritten(tmp_path: Path) -> None:
+    """Rows, records and config.yaml of one folder have the same settings."""
+    out = tmp_path / "out"
+
     def rows(more: str = "") -> list[dict[str, Any]]:
-        output_of(f"run --trace synthetic:20:3 --policy chain-2 {more} --out", tmp_path)
-        return [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+        output_of(f"run --trace synthetic:20:3 --policy chain-2 {more} --out", out)
+        return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
 
     assert len(rows()) == len(rows()) == 1
-    assert len(rows("--tp 8")) == 2, "another machine"
-    with (tmp_path / "runs.jsonl").open("a") as f:
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    for other in ("--tp 8", "--policy chain-2=chain-3"):
+        got = simulate_command(f"run --trace synthetic:20:3 --policy chain-2 {other} --out", out)
+        assert got.exit_code == 2 and re.search(r"other\s+settings|are called", got.output)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert len(rows("--seeds 0,1")) == 2 and len(list(out.glob("requests-*"))) == 2
+    with (out / "runs.jsonl").open("a") as f:
         f.write('{"workload": "cut of')
-    output_of("run --trace synthetic:20:3 --out", tmp_path)
-    assert (tmp_path / "runs.jsonl").read_text().splitlines()[3].startswith('{"workload": "synthetic')
+    output_of("run --trace synthetic:20:3 --out", out)
+    assert (out / "runs.jsonl").read_text().splitlines()[3].startswith('{"workload": "synthetic')
+
+
+def test_loads_of_nearly_the_same_rate_are_refused(tmp_path: Path) -> None:
+    """They would share a file of records."""
+    got = simulate_command("run --trace synthetic:20:3 --policy none --loads 1,1.00001 --out", tmp_path)
+    assert got.exit_code == 2 and not list(tmp_path.glob("requests-*"))
+
+
+def test_seeds_of_a_synthetic_trace_are_seeds_of_one_load() -> None:
+    said = output_of("run --trace synthetic:20:3 --policy none --seeds 0,1")
+    (line,) = re.findall(r"\| synthetic:20:3 .*", said.partition("### Mean TTFT")[0])
+    assert line.startswith("| synthetic:20:3 | 3 |") and "+-" in line
+
+
+def test_a_setting_that_is_not_yaml_is_one_sentence() -> None:
+    got = simulate_command("run --trace synthetic:20:3 --policy priced:d_max=[1")
+    assert got.exit_code == 2 and "d_max=[1" in got.output
 
 
 def test_a_case_is_done_when_its_records_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

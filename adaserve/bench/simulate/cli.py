@@ -151,6 +151,7 @@ def run(
     Try: adaserve simulate run --trace synthetic:200:4 --policy priced --policy none
     """
     from adaserve.bench.simulate.grid import Grid, run_and_report
+    from adaserve.bench.study import check_same_settings
 
     grid = Grid(
         trace, policy, model, gpu, tp, profile, kv_tokens, loads, seeds, baseline_ms, slo_config, prefill,
@@ -158,6 +159,7 @@ def run(
     )  # fmt: skip
     with _refusing():
         cases, setting = grid.prepared()
+        check_same_settings(cases, setting, out)
         if out:
             grid.write(out)
     run_and_report(cases, setting, out, records, console)

@@ -153,7 +153,10 @@ def _policy_config(text: str, latency: LatencyModel) -> PolicyConfig:
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
-        values[key] = yaml.safe_load(value)
+        try:
+            values[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"policy setting {part!r} is not KEY=VALUE with a YAML value") from None
     try:
         return PolicyConfig(latency=latency, **values)
     except TypeError as error:
