@@ -14,7 +14,7 @@ from rich.table import Table
 from adaserve.cache import cache_folder
 from adaserve.commands import new_file, new_folder
 from adaserve.cores import usable_cores
-from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, weights_folder
+from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, has_weights, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
 
 app = typer.Typer(help="Train, measure and widen the embedded target and draft.", no_args_is_help=True)
@@ -51,6 +51,14 @@ class HeadKind(StrEnum):
 
 def _work(folder: Path | None) -> Path:
     return folder if folder is not None else cache_folder() / "pair-training"
+
+
+def _with_target(pair: Path | None) -> Path:
+    """The pair to train: refused now, not once the corpus is there. Raises PairError."""
+    folder = pair if pair is not None else weights_folder()
+    if not has_weights(folder / "target"):
+        raise PairError(f"{folder} holds no target: give a folder with target/ and draft/")
+    return folder
 
 
 @app.command()
@@ -124,7 +132,7 @@ def extend(
     """
     from adaserve.pair.schedule import LONG
 
-    start = pair if pair is not None else weights_folder()
+    start = _with_target(pair)
     work = _work(work)
     _train(work, minutes, draft_minutes, written_tokens, seed, threads, compile, bf16, LONG, start)
 
@@ -167,7 +175,7 @@ def train_head(
     from adaserve.pair.eagle import HeadShape
     from adaserve.pair.export import export_heads
 
-    folder = pair if pair is not None else weights_folder()
+    folder = _with_target(pair)
     head = export_heads(
         kind, _work(work), folder, HeadShape(vocab=vocabulary, mlp=mlp, kv_heads=kv_heads),
         minutes=minutes, written_tokens=written_tokens, seed=seed, threads=threads,

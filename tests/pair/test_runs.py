@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from adaserve.cli import app
 from adaserve.pair import export, runs
 from adaserve.pair.eagle import HeadShape
 from adaserve.pair.folders import HEAD, PairError, weights_folder
@@ -67,3 +69,11 @@ def test_heads_go_on_from_their_own_checkpoint_only(tmp_path: Path, monkeypatch:
     with pytest.raises(PairError, match="finished"):
         head(64)
     assert [shape.mlp for shape in trained] == [64, 64]
+
+
+@pytest.mark.parametrize("command", ["extend", "train-head"])
+def test_a_wrong_pair_is_refused_before_the_corpus_is_made(command: str, tmp_path: Path) -> None:
+    words = ["pair", command, "--pair", str(tmp_path / "none"), "--work", str(tmp_path / "work")]
+    got = CliRunner().invoke(app, words)
+    assert got.exit_code == 2 and "no target" in got.output
+    assert not (tmp_path / "work").exists()
