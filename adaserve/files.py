@@ -9,13 +9,19 @@ from typing import Any
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replaces the file. What is no file of its own (a link, a pipe, ``/dev/stdout``) is written to."""
+    """Replaces the file, or leaves the old one. What is no file of its own (a link, a pipe, ``/dev/stdout``)
+    is written to. Raises OSError with a name."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_bytes(data)
         return
     part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    os.replace(part, path)
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a full disk doesn't say whose fault it is
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,19 @@ def test_what_is_no_file_of_its_own_is_written_to(tmp_path: Path) -> None:
     link.symlink_to(there)
     write_whole(link, b"new")
     assert link.is_symlink() and there.read_bytes() == b"new"
+
+
+def test_a_full_disk_is_named_and_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "result.json"
+    path.write_bytes(b"old")
+
+    def full(self: Path, data: bytes) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a file that is open already
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="result"):
+        write_whole(path, b"new")
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"] and path.read_bytes() == b"old"
