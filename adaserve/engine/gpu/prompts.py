@@ -69,8 +69,8 @@ class PromptForward(GpuForward):
 
 def prompt_key(tokens: int) -> Key:
     """Each token sees what comes before it in its text, so windows are as wide as all of them. One request
-    more holds the padding."""
-    return Key(tokens, tokens // LEAST_EACH + 1, -(-tokens // 8) * 8)
+    more holds the padding. ``tokens``: a multiple of 8."""
+    return Key(tokens, tokens // LEAST_EACH + 1, tokens)
 
 
 class PrefillRunner(Protocol):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.engine.device import Beams
+from adaserve.engine.requests import rows_of_pool
 from adaserve.engine.sources.beam import BeamSource, proposal
 from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal
@@ -26,7 +27,7 @@ class HeadSource(BeamSource):
     def _read(self, batch: Any, texts: Sequence[Sequence[int]]) -> None:
         starts = list(batch.prefix_lens)
         new = [list(text[start:]) for text, start in zip(texts, starts, strict=True)]
-        self.cache.feed(batch.req_pool_indices.tolist(), starts, new)
+        self.cache.feed(rows_of_pool(batch).tolist(), starts, new)
 
     def _left_out(self, draft: Draft, cached: np.ndarray, active: np.ndarray) -> Gap | None:
         """The first tokens are not sinks for a head, which has never read the very first. So it reads as many

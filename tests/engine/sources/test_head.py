@@ -65,7 +65,7 @@ class Case:
             )
             self.target.run(batch)
             chunk: Any = SimpleNamespace(
-                req_pool_indices=torch.from_numpy(row), seq_lens=torch.tensor([end]), prefix_lens=[start],
+                req_pool_indices_cpu=torch.from_numpy(row), prefix_lens=[start],
                 extend_lens=[end - start], reqs=[request], out_cache_loc=self.table[pool_row, start:end],
             )  # fmt: skip
             self.source.prefilled(chunk, drafts=True)
