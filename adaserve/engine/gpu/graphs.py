@@ -110,7 +110,7 @@ class GraphTable:
         return graph
 
     def has(self, key: Any) -> bool:
-        """Whether ``key`` has all that it can have: a graph, where any are captured."""
+        """Whether ``key`` has its graph. Where none are captured, none is missing."""
         return not self.capture or key in self._graphs
 
     def close(self) -> None:

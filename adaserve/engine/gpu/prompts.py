@@ -21,6 +21,7 @@ from adaserve.engine.gpu.forward import GpuForward, Packed
 from adaserve.engine.gpu.graphs import GraphTable
 from adaserve.engine.gpu.model import Inputs, LogitsRoom, Parts
 from adaserve.engine.gpu.sizes import Key, Tiers
+from adaserve.engine.requests import rows_of_pool
 from adaserve.engine.trees.batch import TreeBatch
 
 LEAST_TOKENS, MOST_TOKENS = 16, 512
@@ -44,11 +45,14 @@ class PromptForward(GpuForward):
 
     def fits(self, tokens: int, texts: int) -> bool:
         """Whether there is a graph for so many. Where memory was short, nothing is compiled for them."""
-        most = max(tokens, LEAST_EACH * texts)
-        return 0 < most <= MOST_TOKENS and self.table.has(prompt_key(self.sizes.tokens.fit(most)))
+        key = self._fitting(tokens, texts)
+        return key in self.sizes.captured and self.table.has(key)
+
+    def _fitting(self, tokens: int, texts: int) -> Key:
+        return prompt_key(self.sizes.tokens.fit(max(tokens, LEAST_EACH * texts)))
 
     def _key(self, batch: TreeBatch) -> Key:
-        return prompt_key(self.sizes.tokens.fit(max(len(batch), LEAST_EACH * len(batch.q_lens))))
+        return self._fitting(len(batch), len(batch.q_lens))
 
     def capture(self, key: Key) -> None:  # type: ignore[override]
         """The kernel is chosen for one text that takes all of it."""
@@ -105,13 +109,13 @@ class ShortPrompts:
             return False
         of_embeds = batch.input_embeds is not None or batch.replace_embeds is not None
         wants_states = batch.capture_hidden_mode not in (None, CaptureHiddenMode.NULL)
-        if of_embeds or wants_states or asks_for_logprobs(batch) or batch.contains_mm_inputs():
+        if of_embeds or wants_states or asks_for_prompt_logprobs(batch) or batch.contains_mm_inputs():
             return False
         return self._forward.fits(len(batch.input_ids), batch.batch_size)
 
 
-def asks_for_logprobs(batch: ForwardBatch) -> bool:
-    """Whether log-probabilities of prompts are wanted; those of the answer come from the last logits."""
+def asks_for_prompt_logprobs(batch: ForwardBatch) -> bool:
+    """Those of the answer come from the last logits."""
     if not batch.return_logprob:
         return False
     lens, starts = batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu
@@ -121,9 +125,8 @@ def asks_for_logprobs(batch: ForwardBatch) -> bool:
 def batch_of(batch: ForwardBatch) -> TreeBatch:
     """The texts of a prefill, whose tokens are on the device alone."""
     starts, q_lens = np.array([batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu], np.int64)
-    pool_rows = batch.req_pool_indices_cpu.numpy().astype(np.int64, copy=False)
     blank = np.zeros(len(batch.input_ids), np.int64)
-    return replace(TreeBatch.causal(blank, pool_rows, starts, q_lens), drawn=batch.input_ids)
+    return replace(TreeBatch.causal(blank, rows_of_pool(batch), starts, q_lens), drawn=batch.input_ids)
 
 
 def are_wanted(server_args: Any) -> bool:
