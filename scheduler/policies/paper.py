@@ -92,8 +92,9 @@ class EqualGreedyPolicy(AdaServePolicy):
         return max(0, B // n - 1)
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """An equal share of B for each. The plan's budget may be less, what all candidates need, and one
-        request may have them all."""
+        """An equal share of B for each."""
         assert plan.n_max is not None
-        budget = max(plan.budget, trees.n_rows * (1 + plan.n_max))
+        n, budget = trees.n_rows, plan.budget
+        if budget >= n + trees.n_nodes:  # it was cut to what all candidates need, and one may have them all
+            budget = max(budget, n * (1 + plan.n_max))
         return equal_share(trees, path_probability(trees), budget, plan.cap)
