@@ -1,9 +1,9 @@
 """Every finished response carries its TPOT, its SLO and whether it was met; the scheduler counts them.
 
 Why: SGLang's output carries fields of its own choice. The streamer class is its documented place
-for more; ``/generate`` then shows them in ``meta_info``. The OpenAI routes drop ``meta_info``, so
-completions and chat get the same object as ``metadata.slo``: in the response, or in the final usage chunk of
-a stream that asked for one. Of several answers they get one report, which holds each one's own.
+for more; ``/generate`` then shows them in ``meta_info``. The OpenAI routes drop ``meta_info``, so they get
+the same object as ``metadata.slo``: in the response, or in the last event of a stream (of completions and
+chat, if it has usage). Of several answers they get one report, which holds each one's own.
 
 A request's TTFT counts from its arrival at the HTTP process. That time stays there unless it is put into the
 state that travels to the scheduler, as SGLang's own comment at that place proposes; without it a request that
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -32,6 +33,9 @@ KEY = "slo"
 Report = dict[str, Any]
 """Of one answer, as ``SLOLedger.close`` makes it."""
 
+_reports: ContextVar[dict[int, Report | None]] = ContextVar("_reports")
+"""Of the answers to the request that this task serves, by index."""
+
 
 def register() -> None:
     hook("sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class", _streamer_class, HookType.AFTER)
@@ -41,6 +45,8 @@ def register() -> None:
     openai = "sglang.srt.entrypoints.openai"
     completions = f"{openai}.serving_completions.OpenAIServingCompletion"
     chat = f"{openai}.serving_chat.OpenAIServingChat"
+    responses = f"{openai}.serving_responses.OpenAIServingResponses"
+    hook(f"{responses}._build_response", _response, HookType.AFTER)
     times = "sglang.srt.observability.req_time_stats"
     for sender in ("APIServerReqTimeStats", "DPControllerReqTimeStats"):
         hook(f"{times}.{sender}.__getstate__", _arrival, HookType.AFTER)
@@ -109,11 +115,12 @@ def _keep_whole(original: Callable[..., None], meta_info: dict[str, Any], *rest:
 
 
 def _remember(outputs: AsyncIterator[Any], self: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-    """Takes the report out of the list that SGLang carries it in, and keeps those of all answers on the
-    request object, by index, where the OpenAI streams below find them."""
+    """Takes the report out of the list that SGLang carries it in, and keeps those of all answers where the
+    OpenAI routes below find them."""
+    reports: dict[int, Report | None] = {}
+    _reports.set(reports)
 
     async def watched() -> AsyncIterator[Any]:
-        reports: dict[int, Report | None] = {}
         async for out in outputs:
             for place, one in enumerate(out if isinstance(out, list) else [out]):
                 if isinstance(one, dict):
@@ -121,7 +128,7 @@ def _remember(outputs: AsyncIterator[Any], self: Any, obj: Any, request: Any = N
                     report = carried[0] if isinstance(carried, list) else carried
                     reports[one.get("index", place)] = report
                     if report is not None:
-                        one["meta_info"][KEY], obj.adaserve_slo = report, reports
+                        one["meta_info"][KEY] = report
             yield out
 
     return watched()
@@ -134,19 +141,29 @@ def _whole(response: Any, self: Any, request: Any, ret: list[dict[str, Any]], *_
         metadata[KEY] = report
 
 
+def _response(response: Any, *_: Any, **__: Any) -> None:
+    """``response``: the finished one of ``/v1/responses``, streaming or not."""
+    if (report := _of_this_task()) is not None:
+        response.metadata = {**response.metadata, KEY: report}
+
+
+def _of_this_task() -> Report | None:
+    return of_all([report for _, report in sorted(_reports.get({}).items())])
+
+
 async def _stream(
     original: Callable[..., AsyncIterator[str]], self: Any, adapted: Any, request: Any, raw_request: Any
 ) -> AsyncIterator[str]:
     async for event in original(self, adapted, request, raw_request):
-        reports = getattr(adapted, "adaserve_slo", {})
-        yield _with_report(event, reports) if reports and '"usage":{' in event else event
+        report = _of_this_task() if '"usage":{' in event else None
+        yield event if report is None else _with_report(event, report)
 
 
-def _with_report(event: str, reports: dict[int, Report | None]) -> str:
+def _with_report(event: str, report: Report) -> str:
     """Adds the report to the usage chunk (the one without choices); other chunks stay as they are."""
     prefix, _, data = event.partition("data: ")
     chunk = json.loads(data)
     if chunk.get("choices"):
         return event
-    chunk["metadata"] = {KEY: of_all([report for _, report in sorted(reports.items())])}
+    chunk["metadata"] = {KEY: report}
     return f"{prefix}data: {json.dumps(chunk)}\n\n"

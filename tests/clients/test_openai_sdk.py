@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -103,6 +104,30 @@ def test_several_choices_met_their_slo_if_each_did(client: Any, tpot_ms: float) 
             assert [one["met"] for one in told["answers"]] == [tpot_ms == 60_000] * answers
             assert told["met"] is (tpot_ms == 60_000) and "answers" not in told["answers"][0]
             assert told["tpot_ms"] == max(one["tpot_ms"] for one in told["answers"])
+
+
+def test_responses_say_whether_they_met_their_slo(client: Any) -> None:
+    """Whole and as a stream, two at a time, each of its own SLO, beside what the client noted."""
+    options: dict[str, Any] = {"model": MODEL, "input": "How?", "max_output_tokens": 12, "temperature": 0}
+    options["metadata"] = {"trip": "7"}
+
+    def told(tpot_ms: float, stream: bool) -> dict[str, Any]:
+        answer = client.responses.create(
+            **options, stream=stream, extra_headers={"x-slo-tpot-ms": str(tpot_ms)}
+        )
+        if stream:
+            first, *_, last = answer
+            assert first.response.metadata == {"trip": "7"}, "nothing is known at its start"
+            answer = last.response
+        assert answer.metadata["trip"] == "7"
+        report: dict[str, Any] = answer.metadata["slo"]
+        return report
+
+    for stream in (False, True):
+        with ThreadPoolExecutor() as pool:
+            fast, slow = pool.map(told, (0.1, 60_000), (stream, stream))
+        assert (fast["tpot_slo_ms"], fast["met"]) == (0.1, False) and fast["tpot_ms"] > 0.1
+        assert (slow["tpot_slo_ms"], slow["met"]) == (60_000, True)
 
 
 def test_logprobs(client: Any) -> None:

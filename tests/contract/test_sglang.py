@@ -101,6 +101,7 @@ TARGETS = {
     f"{OPENAI}.serving_responses.OpenAIServingResponses._generate_with_builtin_tools": [
         "self", "request_id", "request_prompt", "adapted_request",
     ],
+    f"{OPENAI}.serving_responses.OpenAIServingResponses._build_response": ["request", "sampling_params"],
     f"{OPENAI}.serving_responses.OpenAIServingResponses.create_responses": ["self", "request", "raw_request"],
     "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._handle_streaming": [
         "self", "chat_request", "anthropic_request", "raw_request",

@@ -30,16 +30,16 @@ async def outputs(*items: Any) -> AsyncIterator[Any]:
         yield item
 
 
-def watched(obj: Any, *items: Any) -> list[Any]:
+def watched(*items: Any) -> list[Any]:
     async def collected() -> list[Any]:
-        return [out async for out in slo_responses._remember(outputs(*items), None, obj)]
+        return [out async for out in slo_responses._remember(outputs(*items), None, None)]
 
     return asyncio.run(collected())
 
 
 def whole(*reports: dict[str, Any] | None) -> dict[str, Any]:
     """The metadata of a response that is not streamed."""
-    (ret,) = watched(SimpleNamespace(), [carried(r) for r in reports])
+    (ret,) = watched([carried(r) for r in reports])
     response = SimpleNamespace(metadata={"weight_version": "default"})
     slo_responses._whole(response, None, None, ret, 0)
     return response.metadata
@@ -47,17 +47,18 @@ def whole(*reports: dict[str, Any] | None) -> dict[str, Any]:
 
 def streamed(*reports: dict[str, Any] | None, order: list[int] | None = None) -> dict[str, Any]:
     """The last event of a stream whose answers end in this ``order``."""
-    obj = SimpleNamespace()
+    starts = [carried(None, index=i) for i in range(len(reports))]
     ends = [carried(reports[i], index=i) for i in order or range(len(reports))]
-    watched(obj, *[carried(None, index=i) for i in range(len(reports))], *ends)
     usage = {"choices": [], "usage": {"completion_tokens": 3}}
 
     async def events(*_: Any) -> AsyncIterator[str]:
+        async for _ in slo_responses._remember(outputs(*starts, *ends), None, None):
+            pass
         yield "data: " + json.dumps(usage, separators=(",", ":")) + "\n\n"
         yield "data: [DONE]\n\n"
 
     async def collected() -> list[str]:
-        return [event async for event in slo_responses._stream(events, None, obj, None, None)]
+        return [event async for event in slo_responses._stream(events, None, None, None, None)]
 
     last, done = asyncio.run(collected())
     assert done == "data: [DONE]\n\n"
@@ -100,21 +101,20 @@ def test_several_answers_met_it_if_all_did(
 
 def test_each_answer_of_a_batch_keeps_its_own() -> None:
     """As /generate shows them."""
-    (ret,) = watched(SimpleNamespace(), [carried(MET), carried(MISSED)])
+    (ret,) = watched([carried(MET), carried(MISSED)])
     assert [one["meta_info"][KEY] for one in ret] == [MET, MISSED]
 
 
 def test_servers_of_other_algorithms_report_nothing() -> None:
     plain = {"meta_info": {"id": "r"}}
-    obj = SimpleNamespace()
-    (ret,) = watched(obj, [plain, dict(plain)])
+    (ret,) = watched([plain, dict(plain)])
     response = SimpleNamespace(metadata={})
     slo_responses._whole(response, None, None, ret, 0)
-    assert response.metadata == {} and vars(obj) == {} and of_all([]) is None
+    assert response.metadata == {} and of_all([]) is None
 
 
 def test_an_error_in_place_of_a_response_stays_as_it_is() -> None:
-    (ret,) = watched(SimpleNamespace(), [carried(MET)])
+    (ret,) = watched([carried(MET)])
     error = SimpleNamespace(status_code=400)
     slo_responses._whole(error, None, None, ret, 0)
     assert vars(error) == {"status_code": 400}
@@ -130,4 +130,4 @@ def test_a_stream_of_what_is_new_ends_with_the_report() -> None:
         slo_responses._keep_whole(_slice_streaming_output_meta_info, meta, offset, [KEY])
         sent.append({"meta_info": meta})
     assert [len(one["meta_info"]["output_token_logprobs"]) for one in sent] == [6, 4, 1]
-    assert [one["meta_info"].get(KEY) for one in watched(SimpleNamespace(), *sent)] == [None, None, MET]
+    assert [one["meta_info"].get(KEY) for one in watched(*sent)] == [None, None, MET]
