@@ -134,7 +134,9 @@ def bench_kernels(
     tokens: Annotated[
         Any, listed(counts, "Tokens per forward.", show_default="21 sizes from 1 to 64")
     ] = "1,2,3,4,5,6,7,8,10,12,13,14,16,20,24,25,32,40,48,56,64",
-    storages: Annotated[Any, listed(words, "Storage of weights: fp32, fp16, bf16.")] = "fp32,fp16",
+    storages: Annotated[
+        Any, listed(words, "Storage of weights: auto, fp32, fp16, bf16 or int8.")
+    ] = "fp32,fp16",
     queries: Annotated[Any, listed(counts, "Tokens per request in attention.")] = "1,5,16,64",
     contexts: Annotated[Any, listed(counts, "Cached tokens of the request.")] = "256,2048,8192,32768",
     rounds: Annotated[int, typer.Option(min=1, help="Forwards of each median.")] = 15,

@@ -19,7 +19,6 @@ from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import COLUMNS, class_cells
 from adaserve.loadgen.config import BenchConfig, Endpoint, TraceSpec, default_classes
 from adaserve.loadgen.report import write_report
-from adaserve.loadgen.results import check_results_dir
 from adaserve.loadgen.run_folder import read_run
 from adaserve.loadgen.schedule import build_schedule
 from adaserve.scheduler.interface import Context
@@ -51,12 +50,11 @@ def run_demo(
     """
     if policy == PLAIN:
         raise ConfigError(f"{PLAIN} is what a policy is compared with: choose another --policy")
-    check_results_dir(folder)
     if rps is not None:
         build_schedule(_config("http://127.0.0.1", seconds, rps, baseline_ms=30.0))  # refused now
-    _introduce(console, seconds, policy)
     drafts = "model,suffix" if repetition else "model"
     spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy, drafts=drafts))
+    _introduce(console, seconds, policy)
     with running(spec, folder / "server.log", console) as server:
         config = _traffic(server, seconds, rps)
         if repetition:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from adaserve.bench import profile, servers
 from adaserve.cli import app
 from adaserve.commands import Commands
 from adaserve.config import ENV, AdaServeConfig, ConfigError
+from adaserve.engine.cpu.linear import STORAGES
 from adaserve.pair.folders import PairError
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
@@ -165,7 +167,8 @@ def test_what_cannot_be_served_is_one_line(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
-    (line,) = (text for text in result.stderr.splitlines() if text.startswith("error: "))
+    (line,) = result.stderr.splitlines()  # and nothing of what would have been done
+    assert line.startswith("error: ")
     assert words[2].rpartition("=")[2].partition("@")[0] in line and not started
     assert not [*tmp_path.iterdir()], "nothing is made before all is known to be right"
 
@@ -213,6 +216,24 @@ def test_what_is_measured_for_long_has_a_place_to_be_written_to(tmp_path: Path) 
     ]:
         result = CliRunner().invoke(app, [*words, "--out", str(wrong)])
         assert result.exit_code == 2 and "give a" in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo"],
+        ["bench", "fleet"],
+        ["bench", "learn", "--offline"],
+        ["bench", "learn"],
+        ["bench", "soak"],
+        ["bench", "serve"],
+    ],
+)
+def test_results_of_another_run_are_not_written_over(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
+    assert result.exit_code == 2 and "results are not overwritten" in result.output, result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 @pytest.mark.parametrize("more", [["--pair", "nowhere"], ["--only", "nowhere"]])
@@ -309,6 +330,12 @@ def test_a_verdict_and_a_result_that_does_not_count_have_codes_of_their_own(
     for name, code in codes.items():
         out = CliRunner().invoke(app, ["bench", name, "--out", str(tmp_path / name)])
         assert out.exit_code == code, (name, out.output)
+
+
+def test_help_names_every_storage_of_weights() -> None:
+    shown = CliRunner().invoke(app, ["bench", "kernels", "--help"], env={"COLUMNS": "200"}).output
+    (line,) = (line for line in shown.splitlines() if "--storages" in line)
+    assert set(STORAGES) <= set(re.findall(r"\w+", line))
 
 
 def test_help_and_small_commands_load_nothing_heavy() -> None:

@@ -29,7 +29,7 @@ from adaserve.fleet.local import Fleet, ReplicaSpec, RouterSpec
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, Endpoint
-from adaserve.loadgen.results import check_results_dir, command_line, iter_records
+from adaserve.loadgen.results import command_line, iter_records
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.forecasts import CLOSE
 from adaserve.server import ServerProcess, ServerSpec, free_port
@@ -114,7 +114,6 @@ class FleetPlan:
 def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
     """Starts the fleet, measures, stops it, writes ``fleet.json``. Raises ServerError, ConfigError,
     LoadgenError, TraceError."""
-    check_results_dir(plan.out)
     ServerSpec(size=plan.size, config=AdaServeConfig(policy=plan.policy))  # as each replica will be
     fleet = _fleet(plan)
     _traffic(plan, fleet.url, baseline_ms=30.0)

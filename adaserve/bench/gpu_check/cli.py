@@ -12,7 +12,7 @@ from rich.console import Console
 
 from adaserve.bench.options import counts, floats, listed, results_folder
 from adaserve.bench.terminal import table
-from adaserve.commands import COULD_NOT, NO, fail
+from adaserve.commands import COULD_NOT, NO, fail, new_folder
 from adaserve.commands import flags as split
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def gpu_check(
     stage_limit: Annotated[
         float, typer.Option(min=1, help="Seconds that one stage, or a server's start, may take.")
     ] = 900.0,
-    out: Annotated[Path, results_folder("gpu-check")],
+    out: Annotated[Path, results_folder("gpu-check", new_folder)],
 ) -> None:
     """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
 
