@@ -100,6 +100,17 @@ def test_results_are_continued_and_never_overwritten(tmp_path: Path) -> None:
     assert (out / "runs.jsonl").read_text().splitlines()[3].startswith('{"workload": "synthetic')
 
 
+def test_a_class_that_nobody_knows_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Also one of the last case only, which would end all of them."""
+    classes, trace = tmp_path / "classes.yaml", tmp_path / "trace.jsonl"
+    classes.write_text("classes: {chat: {tpot_ms: 50}}")
+    write_jsonl(synthetic_trace(9, 3.0, 0, {"chat": 1.0}).rows, trace)
+    words = f"run --trace {trace} --trace synthetic:20:3 --slo-config {classes} --out"
+    got = simulate_command(words, tmp_path / "out")
+    assert got.exit_code == 2 and re.search(r"unknown SLO class '\w+': known classes\s+are chat", got.output)
+    assert not (tmp_path / "out").exists()
+
+
 def test_loads_of_nearly_the_same_rate_are_refused(tmp_path: Path) -> None:
     """They would share a file of records."""
     got = simulate_command("run --trace synthetic:20:3 --policy none --loads 1,1.00001 --out", tmp_path)

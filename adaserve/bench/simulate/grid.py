@@ -78,7 +78,10 @@ class Grid:
         _all_differ("policies", names, "give one a name, as in NAME=priced:KEY=VALUE")
         _all_differ("traces", map(_workload, self.trace), "rename one of them")
         shared = self._simulation()
-        return list(self._cases(shared)), self._setting(shared.replica.latency)
+        cases, setting = list(self._cases(shared)), self._setting(shared.replica.latency)
+        for name in {row.slo_class for case in cases for row in case.trace.rows if row.slo_class is not None}:
+            setting.slos.get(name)
+        return cases, setting
 
     def write(self, out: Path) -> None:
         """The options, and the command that gave them."""
