@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from adaserve.bench.soak.calls import (
     End,
 )
 from adaserve.bench.soak.checks import answer_faults, differences, status_faults, turn_faults
+from adaserve.bench.soak.clients import Role
 from adaserve.bench.soak.invariants import (
     GROWTH_MIB,
     LEAST_SAMPLES,
@@ -40,6 +42,7 @@ from adaserve.bench.soak.invariants import (
     snapshot_faults,
 )
 from adaserve.bench.soak.mix import Mix, greedy_cases
+from adaserve.bench.soak.processes import ClientProcesses
 from adaserve.bench.soak.report import INVARIANTS, Record, held, markdown, record_of
 from adaserve.bench.soak.run import Soak, SoakPlan, _drive, run_soak
 from adaserve.bench.soak.tally import Tally
@@ -352,6 +355,16 @@ def test_a_violation_reaches_the_report(invariant: str) -> None:
     record = recorded(tally)
     assert not held(record) and record["violations"] == {invariant: 1}
     assert "what was seen" in markdown(record)
+
+
+def test_what_ends_a_process_group_leaves_the_clients_to_the_soak() -> None:
+    """Clients that a signal to all had ended would be violations of the server's."""
+    answers = {number: (call, good()) for number, call in enumerate(greedy_cases(TEXTS, 0))}
+    with ClientProcesses([Role("http://127.0.0.1:9", 0, 1, TEXTS, answers, 4096, 5.0)]) as clients:
+        assert clients.pause(60.0), "it has not reported"
+        (process,) = clients._processes
+        assert os.getpgid(process.pid or 0) != os.getpgid(0)
+        assert clients.take() == Tally()
 
 
 def test_no_client_that_waits_to_be_killed_outlives_the_soak(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -42,8 +42,9 @@ class Role:
 
 
 def client_process(role: Role, pipe: Connection) -> None:
-    """Runs until ``pipe`` says stop. Ctrl-C is for the parent, which then stops its clients in order."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Runs until ``pipe`` says stop. Ctrl-C, or what else ends a process group, is for the parent, which then
+    stops its clients in order."""
+    os.setsid()
     asyncio.run(Client(role, pipe).run())
 
 
