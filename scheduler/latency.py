@@ -20,6 +20,9 @@ SCHEMA_VERSION = 2
 FEW = 8
 """Tokens of a small verification, of which the knee is a multiple."""
 
+MOST = 4096
+"""Tokens of the largest verification that is looked at for the knee."""
+
 
 class ProfileError(UserError, ValueError):
     """A latency profile is malformed; the message names the field and the remedy."""
@@ -195,7 +198,7 @@ class Latency(ABC):
         draft_s = self.draft_s(n, depth, width, context if draft_context is None else draft_context)
         return draft_s + self.verify_s(verify_tokens, context) + self.other_s()
 
-    def knee_tokens(self, factor: float, most: int = 4096) -> int:
+    def knee_tokens(self, factor: float) -> int:
         """Largest B whose verification takes at most ``factor`` times as long as one of a few tokens (>= 1).
 
         AdaServe (EuroSys) section 3 chooses B by a profiled trade-off of throughput and latency; with
@@ -203,8 +206,8 @@ class Latency(ABC):
         ``FEW``, of which the median counts: a single token may have a kernel of its own, which is faster
         than that of two, and is seldom seen under load.
         """
-        seconds = self.verify_s(np.arange(1, max(most, FEW) + 1, dtype=np.float64))
-        within = np.flatnonzero(seconds[:most] <= factor * np.median(seconds[:FEW]))
+        seconds = self.verify_s(np.arange(1, MOST + 1, dtype=np.float64))
+        within = np.flatnonzero(seconds <= factor * np.median(seconds[:FEW]))
         return int(within[-1]) + 1 if len(within) else 1
 
 
