@@ -43,7 +43,7 @@ from adaserve.boundary import (
 from adaserve.boundary.prompts import require_few
 from adaserve.boundary.request import session_id
 from adaserve.boundary.values import integer, token_ids
-from adaserve.boundary.wording import wrong_fields
+from adaserve.boundary.wording import as_sent, wrong_fields
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
@@ -280,7 +280,12 @@ async def _ollama(
     try:
         return await original(self, obj, request, *rest)
     except ValueError as error:
-        return refusal(str(error))
+        return _ollama_refusal(obj, error)
+
+
+def _ollama_refusal(obj: Any, error: ValueError) -> Any:
+    prompt = "messages" if obj.text is None else "prompt"
+    return refusal(as_sent(str(error), (), ("num_predict", "seed", prompt)))
 
 
 async def _ollama_stream(
@@ -293,7 +298,7 @@ async def _ollama_stream(
             outputs = vars(obj)[_FIRST]
             setattr(obj, _FIRST, _text_before_the_end(outputs, not manager.incremental_streaming_output))
     except ValueError as error:
-        return refusal(str(error))
+        return _ollama_refusal(obj, error)
     return await original(self, obj, request, *rest)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adaserve.boundary.errors import RequestError
+from adaserve.boundary.errors import RequestError, shown
 from adaserve.boundary.request import EACH, WHOLE
 from adaserve.boundary.sampling import FIELDS
 from adaserve.boundary.values import is_integer
@@ -125,11 +125,24 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
         _require_own_names(body, *_OWN[path])
     if path == _VERTEX:
         _require_parameters(body)
+    if path in ("/v1/chat/completions", "/invocations"):
+        _require_objects(body.get("response_format"))
     if path == "/api/chat":
         _require_no_images(body.get("messages"))
     best, n = body.get("best_of", 1), body.get("n") or 1
     if is_integer(best) and is_integer(n) and best > max(n, 1):
         raise RequestError("best_of is not served: ask for several answers with n, and choose one yourself")
+
+
+def _require_objects(wanted: Any) -> None:
+    """Raises RequestError for a response_format on which SGLang would fall over before it is checked."""
+    if not wanted:
+        return
+    if not isinstance(wanted, Mapping):
+        example = '{"type": "json_object"}'
+        raise RequestError(f"response_format must be an object such as {example}, got {shown(wanted)}")
+    if (schema := wanted.get("schema")) and not isinstance(schema, Mapping):
+        raise RequestError(f"response_format.schema must be an object, got {shown(schema)}")
 
 
 def _require_no_images(messages: Any) -> None:

@@ -1,4 +1,4 @@
-"""Refusals in the words of OpenAI's and Anthropic's APIs, for clients that know no other.
+"""Refusals in the words of OpenAI's, Anthropic's and Ollama's APIs, for clients that know no other.
 
 SGLang makes its own request of one of theirs, and that is what is checked: it has a
 ``sampling_params.max_new_tokens`` where the client wrote ``max_tokens``.
@@ -16,7 +16,7 @@ MAX_ERRORS, MAX_READ = 8, 64
 """Of a body that are told, and that are looked at."""
 
 _PROMPT = ("input_ids", "prompt", "messages", "input")
-_MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens", "num_predict")
 _NAMES = {
     "text": _PROMPT,
     **dict.fromkeys(("input_ids", "image_data", "video_data", "audio_data"), _PROMPT),
@@ -31,6 +31,11 @@ _NAMES = {
 }
 """What SGLang's request calls them, and the fields of the client's that they are made of: the first that was
 sent."""
+
+_KINDS = ("role", "type")
+"""Fields that say which kind of a message or a format something is."""
+
+_OBJECTS = ("dict_type", "model_type", "model_attributes_type")
 
 _NAME = re.compile(r"\bsampling_params\.\w+|^\w+|\b(?:max|min)_new_tokens\b")
 
@@ -54,15 +59,38 @@ def as_sent(message: str, sent: Collection[str], known: Collection[str]) -> str:
 
 def wrong_fields(errors: Sequence[dict[str, Any]], body: Any) -> str:
     """What Pydantic finds wrong with a ``body``, in a line: each field with the reason and the value."""
-    found = list(dict.fromkeys((_path(error, body), _reason(error)) for error in errors[:MAX_READ]))
-    of_others = tuple(path for path, _ in found if not path.endswith(".role"))
-    told = [
-        f"{path}: {why}"
-        for path, why in found
-        # A message is tried as every kind of message. Where its role fits one kind, the others complain.
-        if not path.endswith(".role") or not any(p.startswith(path.removesuffix("role")) for p in of_others)
-    ]
+    own = _of_its_kind(errors[:MAX_READ], body)
+    told = list(dict.fromkeys(f"{_path(error, body)}: {_reason(error)}" for error in own))
     return "; ".join(told[:MAX_ERRORS]) + ("; and more" if len(told) > MAX_ERRORS else "")
+
+
+def _of_its_kind(errors: Sequence[dict[str, Any]], body: Any) -> list[dict[str, Any]]:
+    """A message or a format is tried as every kind of it. Those whose role or type it does not have say only
+    so, and only where it has that of none."""
+    kinds = {_loc(error)[:-1] for error in errors if _is_another_kind(error, body)}
+    of_others = {at: next((k for k in kinds if at[: len(k)] == k), None) for at in map(_loc, errors)}
+    within = [at for at, kind in of_others.items() if kind is None]
+
+    def counts(at: tuple[Any, ...]) -> bool:
+        if (kind := of_others[at]) is None:
+            return True
+        has_another = any(len(one) > len(kind) and one[: len(kind) - 1] == kind[:-1] for one in within)
+        return at[:-1] == kind and at[-1] in _KINDS and not has_another
+
+    return [error for error in errors if counts(_loc(error))]
+
+
+def _loc(error: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(error.get("loc", ()))
+
+
+def _is_another_kind(error: dict[str, Any], body: Any) -> bool:
+    """Whether Pydantic has tried a type, and the body says that it is of another."""
+    at = _loc(error)
+    if not at or at[-1] not in _KINDS or error["type"] == "missing":
+        return False
+    tried, whole = ({"loc": place, "type": ""} for place in (at[:-1], at[:-2]))
+    return _path(tried, body) == _path(whole, body)
 
 
 def of_compiler(message: str) -> str:
@@ -84,7 +112,7 @@ def not_json(errors: Sequence[dict[str, Any]], body: Any, kind: str, encoding: s
 
 def _path(error: dict[str, Any], body: Any) -> str:
     """Pydantic also names the types that it tries; they are in no body."""
-    place = error.get("loc", ())
+    place = _loc(error)
     if place[:1] == ("query",):
         return f"{place[-1]} of the query"
     path, here = "", body
@@ -99,6 +127,8 @@ def _path(error: dict[str, Any], body: Any) -> str:
 
 def _reason(error: dict[str, Any]) -> str:
     reason = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] in _OBJECTS:
+        reason = "Input should be an object"  # and not a dictionary, or an instance of some class
     if error["type"] == "json_invalid":
         return f"{reason}: {error['ctx']['error']}"
     if error["type"] == "missing" or "input" not in error:

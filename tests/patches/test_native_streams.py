@@ -15,9 +15,11 @@ from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.entrypoints.request_headers import apply_header_overrides
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from adaserve.boundary import Limits, RequestError, check_request
 from adaserve.patches.boundary import (
     _FIRST,
     _every_request,
+    _ollama,
     _ollama_options,
     _ollama_stream,
     _openai_stream,
@@ -131,6 +133,45 @@ def test_a_stream_for_ollama_holds_the_whole_text(incremental: bool, route: str)
     events = asyncio.run(streamed())
     texts = [e["message"]["content"] if route == "chat" else e["response"] for e in events]
     assert texts == [*parts, ""] and [e["done"] for e in events] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_predict": -5}, "num_predict must be an integer from 0 to 2147483647, got -5"),
+        ({"seed": "x"}, "seed must be an integer from"),
+        ({"temperature": "hot"}, "temperature must be a number from 0 to 1000, got 'hot'"),
+        ({"stop": 5}, "stop must be"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollamas_options_are_refused_by_their_own_names(
+    stream: bool, options: dict[str, Any], told: str
+) -> None:
+    async def generate(obj: Any, _: Any) -> Any:
+        check_request({"text": obj.text, "sampling_params": obj.sampling_params}, Limits(vocab_size=512))
+        yield {}
+
+    args = SimpleNamespace(speculative_algorithm="ADASERVE")
+    manager = SimpleNamespace(server_args=args, incremental_streaming_output=False, generate_request=generate)
+    serving = OllamaServing(manager)
+    params = serving._convert_options_to_sampling_params(options)
+    _ollama_options(params, serving)
+    obj = GenerateReqInput(text="a", sampling_params=params, stream=stream)
+    hook, kind = (_ollama_stream, "stream") if stream else (_ollama, "generate")
+    original = getattr(OllamaServing, f"_{kind}_generate_response")
+    response = asyncio.run(hook(original, serving, obj, None, "m"))
+    assert response.status_code == 400 and json.loads(response.body)["error"]["message"].startswith(told)
+
+
+@pytest.mark.parametrize("prompt", ["messages", "prompt"])
+def test_ollamas_prompt_is_refused_by_its_own_name(prompt: str) -> None:
+    async def original(*_: Any) -> Any:
+        raise RequestError("input_ids holds nothing" if prompt == "messages" else "text holds nothing")
+
+    obj = GenerateReqInput(**({"input_ids": [1]} if prompt == "messages" else {"text": "a"}))
+    response = asyncio.run(_ollama(original, None, obj, None))
+    assert json.loads(response.body)["error"]["message"] == f"{prompt} holds nothing"
 
 
 @pytest.mark.parametrize(("asked", "tokens"), [(-1, None), (-2, None), (7, 7), (-3, -3)])

@@ -31,6 +31,9 @@ SCHEMA = {"type": "object"}
         (CHAT, {"functions": [{"name": "f"}]}, "functions is not served: use tools"),
         (CHAT, {"bad_words": ["a"]}, "bad_words is not served: use logit_bias"),
         (CHAT, {"use_beam_search": True}, "use_beam_search is not served: ADASERVE drafts trees"),
+        (CHAT, {"response_format": "json"}, "response_format must be an object such as"),
+        ("/invocations", {"response_format": ["json"]}, "response_format must be an object such as"),
+        (CHAT, {"response_format": {"type": "json_schema", "schema": "{}"}}, "response_format.schema must"),
         (COMPLETIONS, {"guided_regex": "a"}, "guided_regex is not served: use response_format, json_schema"),
         (COMPLETIONS, {"grammar": "root ::= [a]"}, "grammar is not served: use response_format, json_schema"),
         (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs is not served: use return_logprob"),
@@ -140,7 +143,7 @@ def test_nothing_is_refused_that_sglang_serves(path: str, model: type[BaseModel]
     names = model.model_fields.keys()
     assert "custom_params" not in names or path in (CHAT, COMPLETIONS)
     for name in {*CONSTRAINTS, *INSTEAD} & names:
-        require_served({name: "x"}, path)
+        require_served({name: {"type": "text"}}, path)
     lengths, others = _OWN[path]
     assert {*lengths, *others.values()} <= names and not others.keys() & names
     for name in {*CONSTRAINTS, *INSTEAD} - names:

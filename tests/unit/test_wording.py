@@ -94,10 +94,25 @@ def wrong(model: type[BaseModel], body: dict[str, Any]) -> str:
         (ChatCompletionRequest, {"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role: 'role' must be one of"),
         (ChatCompletionRequest, HELLO | {"tools": [{"type": "function"}]}, "tools[0].function: Field required"),
         (ChatCompletionRequest, HELLO | {"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text', 'json_object' or 'json_schema', got 'xml'"),
+        (CompletionRequest, {"prompt": "a", "response_format": "json"}, "response_format: Input should be an object, got 'json'"),
+        (ChatCompletionRequest, HELLO | {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name: Field required"),
+        (ChatCompletionRequest, HELLO | {"response_format": {"type": "json_schema", "json_schema": "x"}}, "response_format.json_schema: Input should be an object, got 'x'"),
+        (ResponsesRequest, {"input": "a", "text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name: Field required"),
+        (ResponsesRequest, {"input": "a", "text": {"format": "json"}}, "text.format: Input should be an object, got 'json'"),
+        (ChatCompletionRequest, HELLO | {"tool_choice": {"type": 5, "function": {}}}, "tool_choice.type: Input should be 'function', got 5"),
     ],
 )  # fmt: skip
 def test_a_wrong_body_is_told_by_its_fields(model: type[BaseModel], body: dict[str, Any], told: str) -> None:
     assert wrong(model, body).startswith(told)
+
+
+def test_what_kinds_of_a_format_lack_is_told_of_its_own_kind_only() -> None:
+    told = wrong(
+        CompletionRequest, {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}}
+    )
+    assert told == "response_format.json_schema.name: Field required"
+    told = wrong(CompletionRequest, {"prompt": "a", "response_format": {"type": "json"}})
+    assert "'json_object'" in told and "structures" not in told
 
 
 def test_what_is_no_json_is_told_with_its_place() -> None:
