@@ -25,7 +25,7 @@ def begin_fused(awaited: Awaited, rows: Tensor, there: Mapping[str, Tensor]) -> 
 
 
 def shorten_fused(tiles: Tensor, short: Tensor, q: int) -> None:
-    """``tiles`` int32 [tiles, 5], see ``attention_kernel.TILE``, of requests with q tokens each; every one's
+    """``tiles`` int32 [tiles, TILE] of ``attention_kernel``, of requests with q tokens each; every one's
     keys become as many fewer as ``short`` int64 [R] says."""
     _shorten[(len(tiles),)](tiles, short, q, tiles.shape[1])
 

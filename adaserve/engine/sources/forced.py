@@ -17,7 +17,7 @@ from torch import Tensor
 from xgrammar import TokenizerInfo
 
 from adaserve.engine.matchers import ForcedToken, forced
-from adaserve.engine.sources.rates import Rates
+from adaserve.engine.sources.rates import LEAST, Rates
 from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
@@ -32,9 +32,6 @@ FORCED = 8
 
 START = 0.9
 """How often the longest of several spellings is right, before anything is known."""
-
-LEAST = 0.03
-"""Path probability below which a candidate is not worth proposing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LEAST = 0.03
+"""Path probability below which a candidate is not worth proposing."""
+
 WEIGHT, MOST = 4, 400
 """Tests that a start counts for, and tests that are remembered: older ones fade."""
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from adaserve.engine.requests import rows_of_pool
 from adaserve.engine.sources.match_rates import FIRST_QUARTER, KINDS, PER_KIND, UNKNOWN_NOISE, MatchRates
+from adaserve.engine.sources.rates import LEAST
 from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.sources.text_index import BYTES_PER_TOKEN, Text, TextIndex
 from adaserve.engine.state import DecodeRows, RequestState
@@ -29,9 +31,6 @@ SUFFIX = 4
 
 MOST_MATCHES = 2
 """Earlier places of which the continuation is proposed, the longest match first."""
-
-LEAST = 0.03
-"""Path probability below which a candidate is not worth proposing."""
 
 
 @dataclass(slots=True)
@@ -123,9 +122,11 @@ class SuffixSource(TreeSource):
 
     def prefilled(self, batch: Any, drafts: bool) -> None:
         """Reads the prefilled part of the prompts."""
-        lengths = batch.seq_lens.tolist()
-        for req, row, length in zip(batch.reqs, batch.req_pool_indices.tolist(), lengths, strict=True):
-            known = self._requests.get(row)
+        read = zip(
+            batch.reqs, rows_of_pool(batch).tolist(), batch.prefix_lens, batch.extend_lens, strict=True
+        )
+        for req, row, cached, new in read:
+            length, known = cached + new, self._requests.get(row)
             # A retraction takes back what SGLang had not taken in yet, under overlap a whole iteration.
             if known is None or known.rid != req.rid or len(known.text or ()) > length:
                 known = self._start(req, row)

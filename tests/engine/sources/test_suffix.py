@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from adaserve.engine.sources.match_rates import KINDS, OTHER, PER_KIND, START, MatchRates
-from adaserve.engine.sources.suffix import LEAST, SUFFIX, SuffixSource
+from adaserve.engine.sources.rates import LEAST
+from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
 from adaserve.engine.sources.text_index import BYTES_PER_TOKEN
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
@@ -45,9 +47,11 @@ class Server:
         rid = rid or f"{tenant}-{row}-{len(self.prompts)}"
         req = SimpleNamespace(rid=rid, origin_input_ids=prompt, tenant=tenant)
         whole = len(prompt) + len(generated)
-        for length in dict.fromkeys((whole,) if generated else (min(5, whole), whole)):  # in two chunks
-            where = {"req_pool_indices": torch.tensor([row]), "seq_lens": torch.tensor([length])}
-            self.source.prefilled(SimpleNamespace(reqs=[req], **where), True)
+        ends = dict.fromkeys((0, whole) if generated else (0, min(5, whole), whole))  # in two chunks
+        for start, end in pairwise(ends):
+            where = {"prefix_lens": [start], "extend_lens": [end - start]}
+            rows = torch.tensor([row])
+            self.source.prefilled(SimpleNamespace(reqs=[req], req_pool_indices_cpu=rows, **where), True)
         state = RequestState(rid, "default", np.inf, 0.0, key=17 + row)
         state.generated = [first]
         self.states[row], self.prompts[row] = state, prompt
