@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.bench.sweep.intervals import Interval, Spread, difference, median_interval, ratio, spread_of
+from adaserve.bench.sweep.intervals import (
+    FloatArray,
+    Interval,
+    Spread,
+    difference,
+    median_interval,
+    ratio,
+    spread_of,
+)
 from adaserve.bench.sweep.plan import Point, SweepError, SweepPlan
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store
 from adaserve.bench.sweep.systems import PLAIN, STOCK, default_policy, is_rival
@@ -284,14 +292,23 @@ def compare(mine: Outcome, rivals: Sequence[Outcome]) -> Comparison | None:
 
 def _against(mine: Outcome, rival: Outcome) -> Comparison | None:
     """On the blocks that both have; None where there are none."""
-    keys = set(mine.blocks) & set(rival.blocks)
+    keys = sorted(set(mine.blocks) & set(rival.blocks))
     if not keys:
         return None
     a, b = (Block.total(o.blocks[key] for key in keys) for o in (mine, rival))
     ours, theirs = mine.apart.share(a.attained, a.requests), rival.apart.share(b.attained, b.requests)
-    missed = (Interval(1 - s.value, 1 - s.high, 1 - s.low) for s in (theirs, ours))
-    violations = ratio(*missed) if ours.value < 1 else Interval(math.inf if theirs.value < 1 else 1.0)
-    goodput = ratio(ours.scaled(a.goodput), theirs.scaled(b.goodput))
+    met = np.array([[o.blocks[key].attained for key in keys] for o in (mine, rival)])
+    every = np.array([[o.blocks[key].requests for key in keys] for o in (mine, rival)])
+    more, less = (Interval(1 - s.value, 1 - s.high, 1 - s.low) for s in (theirs, ours))
+    violations = Interval(math.inf if more.value else 1.0)
+    if less.value:
+        violations = ratio(more, less, _parts_off(*(every - met)))
+    goodput = ratio(ours.scaled(a.goodput), theirs.scaled(b.goodput), _parts_off(*met))
     points = difference(ours, theirs)
     points = Interval(100 * points.value, 100 * points.low, 100 * points.high)
     return Comparison(mine.policy, rival.policy, points, violations, goodput)
+
+
+def _parts_off(a: FloatArray, b: FloatArray) -> FloatArray:
+    """Of the counts of two systems by block: how much more of all of one a block has than of the other."""
+    return a / max(1.0, a.sum()) - b / max(1.0, b.sum())

@@ -65,13 +65,19 @@ def difference(a: Interval, b: Interval) -> Interval:
     return Interval(value, value - down, value + up)
 
 
-def ratio(a: Interval, b: Interval) -> Interval:
-    """a / b, by logarithms; nan over nothing."""
+def ratio(a: Interval, b: Interval, off: FloatArray) -> Interval:
+    """a / b, by logarithms; nan over nothing.
+
+    ``off`` [blocks]: the part that each block has of all that makes up a, minus its part of b. What a block
+    does to both cancels in a difference, but not in a ratio, unless it does so in proportion. So the interval
+    is no narrower than blocks say by themselves (the ratio estimator of Cochran 1977, section 6.4)."""
     if not a.value or not b.value:
         return Interval(0.0 if b.value else math.nan)
     logs = (Interval(*(math.log(v) for v in (x.value, x.low, x.high))) for x in (a, b))
-    d = difference(*logs)
-    return Interval(math.exp(d.value), math.exp(d.low), math.exp(d.high))
+    d, k = difference(*logs), len(off)
+    half = float(t.ppf(_HIGH, k - 1)) * math.sqrt(k / (k - 1) * float(off @ off)) if k > 1 else 0.0
+    low, high = np.minimum(d.low, d.value - half), np.maximum(d.high, d.value + half)  # nan stays nan
+    return Interval(math.exp(d.value), math.exp(low), math.exp(high))
 
 
 def median_interval(ratios: FloatArray) -> Interval:

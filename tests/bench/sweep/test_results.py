@@ -156,19 +156,30 @@ def compared(*attained: Sequence[int], of: int = 100) -> Comparison:
     return found
 
 
-@pytest.mark.parametrize(("systems", "blocks"), [(2, 2), (2, 3), (2, 6), (13, 2), (13, 3)])
-def test_an_interval_holds_the_truth_nine_times_of_ten(systems: int, blocks: int) -> None:
-    """However few blocks there are: a bootstrap over two of them holds it half of the time."""
-    rng, held, shares = np.random.default_rng(blocks), np.zeros(4), [60, 45, *range(30, 41)]
-    for _ in range(1000):
-        host = rng.normal(0, 8, blocks)  # disturbs all
-        met = [100 * (rng.normal(p, 4, blocks) + host).round(2) for p in shares[:systems]]
+@pytest.mark.parametrize(
+    ("shares", "blocks"),
+    [((60, 45), 2), ((60, 45), 3), ((60, 45), 6), ((60, 45, *range(30, 41)), 3), ((80, 34, 60, 50), 2),
+     ((80, 34, 60, 50), 6)],
+)  # fmt: skip
+def test_an_interval_holds_the_truth_nine_times_of_ten(shares: tuple[int, ...], blocks: int) -> None:
+    """However few blocks there are: a bootstrap over two of them holds it half of the time. What disturbs all
+    systems cancels in a difference, but not in the ratio of a high share to a low one."""
+    rng, held, (a, b, *_) = np.random.default_rng(blocks), np.zeros(4), shares
+    for _ in range(500):
+        host = rng.normal(0, 5, blocks)  # disturbs all
+        met = [100 * (rng.normal(p, 3, blocks) + host).round(2) for p in shares]
         mine, theirs, *_ = together([played(m.astype(int).tolist(), 10_000) for m in met])
         c = compare(mine, [theirs])
         assert c is not None
-        found = ((c.points, 15), (c.violations, 55 / 40), (c.goodput, 60 / 45), (mine.attainment(), 0.6))
+        violations, goodput = (100 - b) / (100 - a), a / b
+        found = (
+            (c.points, a - b),
+            (c.violations, violations),
+            (c.goodput, goodput),
+            (mine.attainment(), a / 100),
+        )
         held += [v.low <= truth <= v.high for v, truth in found]
-    assert (held > 850).all() and (held[:3] < 940).all(), held
+    assert (held > 425).all() and held[0] < 480, held
 
 
 def test_blocks_that_agree_by_chance_prove_nothing() -> None:
