@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from adaserve.errors import UserError, why_no_answer, why_unwritable
+from adaserve.errors import UserError, why_no_answer, why_not_new, why_unwritable
 
 COULD_NOT = 2
 """Exit code: it could not be done."""
@@ -108,6 +108,14 @@ def new_folder(path: Path | None) -> Path | None:
     if path is not None and path.exists() and not path.is_dir():
         raise typer.BadParameter(f"{path} is a file: give a folder")
     return _makeable(path)
+
+
+def empty_folder(path: Path) -> Path:
+    """The same for a folder that must hold nothing yet."""
+    if (why := why_not_new(path)) is not None:
+        raise typer.BadParameter(why)
+    new_folder(path)
+    return path
 
 
 def _makeable(path: Path | None) -> Path | None:

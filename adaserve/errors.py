@@ -15,6 +15,18 @@ def why_no_answer(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0].strip() or type(error).__name__
 
 
+def why_not_new(path: Path) -> str | None:
+    """Why results cannot go to the folder ``path``, which must hold nothing yet; None where they can."""
+    try:
+        if path.exists() and not path.is_dir():
+            return f"{path} is a file: give a folder for the results"
+        if path.exists() and any(path.iterdir()):
+            return f"{path} is not empty: give another folder, results are not overwritten"
+    except OSError as error:
+        return f"cannot read the folder {path} ({error.strerror}): give another one"
+    return None
+
+
 def why_unwritable(path: Path) -> str | None:
     """Why a file or folder cannot be made at ``path``, with all folders above it; None where it can."""
     nearest = next(p for p in (path, *path.absolute().parents) if p.exists())

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from adaserve.errors import why_not_new
 from adaserve.files import write_json
 from adaserve.host import describe_host
 from adaserve.loadgen.errors import LoadgenError
@@ -37,13 +38,8 @@ def new_results_dir(root: Path, tag: str) -> Path:
 
 def check_results_dir(out: Path) -> None:
     """Raises LoadgenError when ``out`` cannot take a new run: results are not overwritten."""
-    try:
-        if out.exists() and not out.is_dir():
-            raise LoadgenError(f"{out} is a file: give a folder for the results")
-        if out.exists() and any(out.iterdir()):
-            raise LoadgenError(f"{out} is not empty: give another folder, results are not overwritten")
-    except OSError as e:
-        raise LoadgenError(f"cannot read the folder {out} ({e.strerror}): give another one") from e
+    if (why := why_not_new(out)) is not None:
+        raise LoadgenError(why)
 
 
 def make_results_dir(out: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from adaserve.commands import new_file, new_folder
+from adaserve.commands import empty_folder, new_file
 
 
 def listed(parser: Callable[[str], Any], text: str, *flags: str, **settings: Any) -> Any:
@@ -17,14 +17,14 @@ def listed(parser: Callable[[str], Any], text: str, *flags: str, **settings: Any
     return typer.Option(*flags, parser=parser, metavar="A,B", help=text, **settings)
 
 
-def results_folder(tag: str, callback: Callable[[Path], Any] | None = None) -> Any:
+def results_folder(tag: str, callback: Callable[[Path], Any] = empty_folder) -> Any:
     """An option for the folder of a command whose results are called ``tag``; by default a new one. Unless
     ``callback`` says otherwise, one that holds anything is refused: results are not overwritten."""
     return typer.Option(
         help="Results folder.",
         show_default=f"results/<UTC>-{tag}",
         default_factory=lambda: _new_folder(tag),
-        callback=callback or _empty_folder,
+        callback=callback,
     )
 
 
@@ -42,14 +42,6 @@ def _new_folder(tag: str) -> Path:
     from adaserve.loadgen.results import new_results_dir
 
     return new_results_dir(Path("results"), tag)
-
-
-def _empty_folder(path: Path) -> Path:
-    from adaserve.loadgen.results import check_results_dir
-
-    check_results_dir(path)
-    new_folder(path)
-    return path
 
 
 def words(text: str) -> tuple[str, ...]:

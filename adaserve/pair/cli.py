@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve.cache import cache_folder
-from adaserve.commands import new_file, new_folder
+from adaserve.commands import empty_folder, given, new_file, new_folder
 from adaserve.cores import usable_cores
 from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, has_weights, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
+from adaserve.pair.vocabulary import VOCAB_SIZE
 
 app = typer.Typer(help="Train, measure and widen the embedded target and draft.", no_args_is_help=True)
 console = Console()
@@ -139,6 +140,7 @@ def extend(
 
 @app.command("train-head")
 def train_head(
+    context: typer.Context,
     *,
     kind: Annotated[HeadKind, typer.Option(help="An EAGLE-3 head, or Medusa heads.")] = HeadKind.eagle3,
     minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes.")] = 20,
@@ -152,7 +154,10 @@ def train_head(
         int, typer.Option(min=50_000, help="Tokens the target writes for its head.")
     ] = 400_000,
     vocabulary: Annotated[
-        int, typer.Option(min=16, help="Tokens that the head can propose: the most frequent ones.")
+        int,
+        typer.Option(
+            min=16, max=VOCAB_SIZE, help="Tokens that the head can propose: the most frequent ones."
+        ),
     ] = HEAD_VOCABULARY,
     mlp: Annotated[int, typer.Option(min=16, help="Width of the head's MLP.")] = HEAD_MLP,
     kv_heads: Annotated[
@@ -175,6 +180,7 @@ def train_head(
     from adaserve.pair.eagle import HeadShape
     from adaserve.pair.export import export_heads
 
+    _refuse_unused(context, kind, go_on)
     folder = _with_target(pair)
     head = export_heads(
         kind, _work(work), folder, HeadShape(vocab=vocabulary, mlp=mlp, kv_heads=kv_heads),
@@ -187,11 +193,22 @@ def train_head(
     )
 
 
+def _refuse_unused(context: typer.Context, kind: HeadKind, go_on: bool) -> None:
+    """Raises BadParameter on options that would change nothing."""
+    for applies, why, names in (
+        (kind is HeadKind.medusa, "Medusa heads have no such sizes", {"vocabulary", "mlp", "kv_heads"}),
+        (go_on, "--go-on keeps the size of the pair's head", {"vocabulary", "mlp"}),
+    ):
+        if applies and (unused := sorted(names & given(context))):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+            raise typer.BadParameter(f"{why}: leave out {flags}")
+
+
 @app.command()
 def average(
     first: Annotated[Path, typer.Argument(help="Folder of a trained draft.")],
     second: Annotated[Path, typer.Argument(help="Folder of the draft that it was trained from.")],
-    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the result.", callback=empty_folder)],
     share: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the second draft in the result, 0 to 1.")
     ] = 0.2,
@@ -282,7 +299,7 @@ def widen(
 @app.command("test-draft")
 def test_draft(
     target: Annotated[Path, typer.Argument(help="Folder of a model of the embedded family.")],
-    out: Annotated[Path, typer.Argument(help="New folder for the draft.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the draft.", callback=empty_folder)],
     agreement: Annotated[float, typer.Option(min=0.05, max=1.0, help="Top-1 agreement to aim at.")] = 0.6,
     seed: Seed = 0,
 ) -> None:

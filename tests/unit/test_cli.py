@@ -194,6 +194,9 @@ def test_what_cannot_be_served_is_one_line(
         ),
         (["demo", "--rps", "1e9"], "more than one run can plan"),
         (["fleet", "up", "--router-flags", "'"], "--router-flags cannot be read as flags"),
+        (["pair", "train-head", "--vocabulary", "4097"], "less than or equal to 4096"),
+        (["pair", "train-head", "--kind", "medusa", "--kv-heads", "1"], "sizes: leave out --kv-heads"),
+        (["pair", "train-head", "--go-on", "--mlp", "64"], "keeps the size of the pair's head: leave out"),
     ],
 )
 def test_what_no_command_can_mean_is_refused(
@@ -227,11 +230,14 @@ def test_what_is_measured_for_long_has_a_place_to_be_written_to(tmp_path: Path) 
         ["bench", "learn"],
         ["bench", "soak"],
         ["bench", "serve"],
+        ["pair", "average", "first", "second"],
+        ["pair", "test-draft", "target"],
     ],
 )
 def test_results_of_another_run_are_not_written_over(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{}")
-    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
+    out = [str(tmp_path)] if words[0] == "pair" else ["--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*words, *out], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and "results are not overwritten" in result.output, result.output
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
