@@ -30,6 +30,7 @@ from adaserve.pair.clean import (
     tidy,
     unwrap,
 )
+from adaserve.pair.folders import PairError
 
 HELD_OUT_SHARE = {"code": 0.012, "prose": 0.04}  # of files; prompts are cut from them, too
 _PROSE_SUFFIXES = {".rst", ".txt", ".md"}
@@ -106,8 +107,13 @@ def download(source: Source, folder: Path) -> Path:
     pin.write_text(f"{source.name}=={source.version} --hash=sha256:{source.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:",
                "--require-hashes", "-r", str(pin), "-d", str(folder)]  # fmt: skip
-    subprocess.run(command, check=True)
+    failed = subprocess.run(command, check=False).returncode
     pin.unlink()
+    if failed:
+        raise PairError(
+            f"pip could not fetch {source.name} {source.version}, see above: the same command goes on from "
+            "here once it can"
+        )
     return download(source, folder)
 
 

@@ -13,6 +13,7 @@ from adaserve.pair import corpus
 from adaserve.pair.clean import is_worth_reading, python_to_text, rst_to_text, tidy, unwrap
 from adaserve.pair.corpus import Document, Seen, load_sources, without_repeats
 from adaserve.pair.data import Batches
+from adaserve.pair.folders import PairError
 from adaserve.pair.prompts import CATEGORIES, SUMMARY_CUE, load_prompts
 from adaserve.pair.tokenizer import as_hugging_face, same_vocabulary, train_tokenizer
 from adaserve.pair.vocabulary import BOS_ID, EOS_ID
@@ -150,6 +151,16 @@ def test_prompt_file_is_small() -> None:
     raw = files("adaserve.pair").joinpath("prompts.jsonl.gz").read_bytes()
     assert len(raw) < 1_500_000
     assert json.loads(json.dumps(load_prompts("chat")[0].text))
+
+
+def test_a_source_that_pip_cannot_fetch_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    source = load_sources()[0]
+    with pytest.raises(PairError, match=f"pip could not fetch {source.name} {source.version}"):
+        corpus.download(source, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_corpus_that_was_interrupted_is_no_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
