@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
@@ -25,7 +25,7 @@ class OtherPrograms:
     What a hypervisor gave to other guests meanwhile (``steal``) is among them."""
 
     cpu_s: float = 0.0
-    core_s: float = field(default=0.0)  # seconds x cores
+    core_s: float = 0.0  # seconds x cores
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

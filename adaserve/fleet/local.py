@@ -110,11 +110,20 @@ class RouterSpec:
     def headers(self) -> dict[str, str]:
         return bearer(api_key(self.extra))
 
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Those that it listens on, but for one of its metrics that its own flags choose."""
+        return (self.port,) if "--prometheus-port" in self._given else (self.port, self.metrics_port)
+
+    @property
+    def _given(self) -> set[str]:
+        return {word.partition("=")[0] for word in self.extra}
+
     def command(self) -> list[str]:
         """Its command line; it ends with the process that started it."""
         flags = {"--host": self.host, "--port": str(self.port), **_FLAGS}
         flags |= {"--prometheus-host": self.host, "--prometheus-port": str(self.metrics_port)}
-        given = {word.partition("=")[0] for word in self.extra}
+        given = self._given
         words = [w for flag, value in flags.items() if flag not in given for w in (flag, value)]
         start = [sys.executable, "-m", "adaserve.lifetime", f"{ROUTERS[self.name]}.launch_router"]
         return [*start, *words, *self.extra, "--worker-urls", *self.workers]
@@ -141,6 +150,8 @@ class Fleet:
         ]
         self.router = ServerProcess(router, logs / "router.log")
         self._specs = list(replicas)
+        self._addresses = [(spec.host, spec.port) for spec in replicas]
+        self._addresses += [(router.host, port) for port in router.ports]
         self._started_s = [0.0] * len(replicas)
         self._baseline_ms: float | None = None  # of the replica that was started first
 
@@ -183,8 +194,8 @@ class Fleet:
 
     def up(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Returns when the router sends to all replicas. Raises ServerError, with nothing left behind."""
-        for process in (*self.replicas, self.router):  # the router starts minutes later
-            require_free(process.spec.host, process.spec.port)
+        for host, port in self._addresses:  # the router starts minutes later
+            require_free(host, port)
         try:
             # One after the other: each measures how fast it is, and they share the machine.
             for i in range(len(self.replicas)):

@@ -71,7 +71,7 @@ def test_a_replica_that_cannot_start_ends_the_fleet(tmp_path: Path) -> None:
 def test_a_port_in_use_is_said_before_any_replica_starts(tmp_path: Path) -> None:
     port = free_port()
     fleet = Fleet.of(1, (), tmp_path, port=port)
-    for taken in (port, port + 1):
+    for taken in (port, port + 1, port + 2):  # of the router, the replica and the router's metrics
         with socket.create_server(("127.0.0.1", taken)), pytest.raises(ServerError, match=f"port {taken} is"):
             fleet.up()
     assert not list(tmp_path.iterdir())
