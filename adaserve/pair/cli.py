@@ -92,7 +92,7 @@ def train(
     """Train a pair: corpus, target, draft, measurements. After Ctrl-C the same command resumes.
 
     It takes the minutes of both models, and some more for the corpus, the target's text and measurements.
-    A run that is finished, or that has other settings, is not gone on with: it is refused.
+    A finished run, or one with other settings, is refused.
     """
     from adaserve.pair.schedule import FIRST, FURTHER
 
@@ -129,7 +129,7 @@ def extend(
 ) -> None:
     """Train a pair further, on windows of up to 8,192 tokens. After Ctrl-C the same command resumes.
 
-    A run that is finished, or that has other settings, is not gone on with: it is refused.
+    A finished run, or one with other settings, is refused.
     """
     from adaserve.pair.schedule import LONG
 
@@ -175,7 +175,7 @@ def train_head(
 ) -> None:
     """Train heads for the embedded target. After Ctrl-C the same command resumes.
 
-    A run that is finished, or that has other settings, is not gone on with: it is refused.
+    A finished run, or one with other settings, is refused.
     """
     from adaserve.pair.eagle import HeadShape
     from adaserve.pair.export import export_heads
