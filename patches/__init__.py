@@ -89,7 +89,8 @@ MODULES = {
         "load_headers",
         "costly_answers",
         "metric_labels",
-        "parsers",
+        "streamed_calls",
+        "parsers",  # around it: a chunk has its time, not each of its tokens
         "response_store",
         "small_chunks",
         "unread_streams",

@@ -188,7 +188,12 @@ TARGETS = {
     ],
     "sglang.srt.function_call.function_call_parser.FunctionCallParser.__init__": ["self", "tools"],
     "sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_non_stream": ["self"],
-    "sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_stream_chunk": ["self"],
+    "sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_stream_chunk": [
+        "self", "chunk_text",
+    ],
+    "sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment": [
+        "self", "new_text", "tools",
+    ],
     "sglang.srt.parser.reasoning_parser.ReasoningParser.parse_non_stream": ["self", "full_text"],
     "sglang.srt.parser.reasoning_parser.ReasoningParser.parse_non_stream_blocks": ["self", "full_text"],
     "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes": ["server_args", "port_args"],

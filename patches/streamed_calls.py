@@ -1,0 +1,63 @@
+"""Tool calls in a stream are searched for token by token, however many tokens came at once.
+
+Why: SGLang's parsers of streams are made for a token at a time, as a server without speculation sends them.
+Where an iteration accepts several, many lose the text before a call, a call's arguments, or the whole call.
+So a client would get other calls from the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.patches import hook, is_active
+
+
+def register() -> None:
+    calls = "sglang.srt.function_call"
+    hook(f"{calls}.function_call_parser.FunctionCallParser.parse_stream_chunk", _chunk, HookType.AROUND)
+    hook(f"{calls}.json_array_parser.JsonArrayParser.parse_streaming_increment", _increment, HookType.AROUND)
+
+
+def _chunk(original: Callable[[Any, str], tuple[str, list[Any]]], self: Any, chunk_text: str) -> Any:
+    """Of a text in the format of the model."""
+    text, calls = "", []
+    for token in _tokens(chunk_text):
+        normal, found = original(self, token)
+        text += normal or ""
+        calls += found
+    return text, calls
+
+
+def _increment(original: Callable[[Any, str, Any], Any], self: Any, new_text: str, tools: Any) -> Any:
+    """Of calls that a grammar has made a JSON array, as ``tool_choice`` may demand."""
+    first, *rest = _tokens(new_text)
+    result = original(self, first, tools)
+    for token in rest:
+        more = original(self, token, tools)
+        result.normal_text = (result.normal_text or "") + (more.normal_text or "")
+        result.calls = [*result.calls, *more.calls]
+    return result
+
+
+def _tokens(text: str) -> list[str]:
+    """All of ``text`` as one, where the tokenizer cannot say where its tokens begin: a slow one."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    if not is_active():
+        return [text]
+    tokenizer = get_global_state().tokenizer_manager.tokenizer
+    if not getattr(tokenizer, "is_fast", False):
+        return [text]
+    return split(tokenizer.backend_tokenizer, text)
+
+
+def split(tokenizer: Any, text: str) -> list[str]:
+    """The texts of the tokens of ``text``; one that is empty for an empty text. ``tokenizer``: of the package
+    tokenizers. Tokens that share a character stay together."""
+    starts = [start for start, _ in tokenizer.encode(text, add_special_tokens=False).offsets]
+    cuts = sorted({0, *starts, len(text)})
+    return [text[at:end] for at, end in pairwise(cuts)] or [text]
