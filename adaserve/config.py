@@ -170,7 +170,7 @@ class AdaServeConfig(Checked):
         default=3000.0,
         gt=0,
         lt=1e9,
-        description="slack: prompts without a TTFT SLO stand in the queue as if this were theirs",
+        description="slack: prompts without a TTFT SLO are queued as if this were theirs",
     )
     prefill_headroom: float = Field(
         default=1.1,
@@ -232,7 +232,7 @@ class AdaServeConfig(Checked):
                 f"is {shown(value)}: it should be model, self, suffix, model,suffix or self,suffix"
             )
         if {"model", "self"} <= set(names):
-            raise ConfigError(f"drafts are {value}: choose either model or self")
+            raise ConfigError(f"is {shown(value)}: choose either model or self")
         return value
 
     @field_validator("draft_window", mode="before")

@@ -59,8 +59,8 @@ def with_count(config: BenchConfig, values: Mapping[str, Any]) -> BenchConfig:
         return config.changed(**given(limits))
     if given(limits) or config.trace is not None:
         raise LoadgenError(
-            "--num-prompts says how long a run without a trace is: leave --duration and --max-requests out, "
-            "or leave it out"
+            "--num-prompts is the length of a run without a trace: it cannot be given with a trace, "
+            "--duration or --max-requests"
         )
     shared = any(c.arrivals is None and c.share > 0 for c in config.classes.values())
     processes = [c.arrivals for c in config.classes.values() if c.arrivals is not None]

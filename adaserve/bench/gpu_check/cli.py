@@ -64,7 +64,11 @@ def gpu_check(
     flags: Annotated[str, typer.Option(help="More SGLang flags for every server, in one string.")] = "",
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="SERVER[:STAGE]", help="Run only this; may be repeated.", show_default="all"),
+        typer.Option(
+            metavar="SERVER[:STAGE]",
+            help="Run only this server, or this stage of it; may be repeated.",
+            show_default="all",
+        ),
     ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Measure again what is done: what --only names, or all of it.")
