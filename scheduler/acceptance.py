@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve.scheduler.interface import (
-    MODEL,
     BoolArray,
     CandidateTrees,
     FloatArray,
@@ -63,14 +62,13 @@ def _joined(trees: Sequence[CandidateTrees]) -> CandidateTrees:
     ends = starts[:, -1].cumsum()
     starts[1:] += ends[:-1, None]
     parent = join([t.parent for t in trees])
-    sources = [np.full(t.n_nodes, MODEL) if t.source is None else t.source for t in trees]
     return CandidateTrees(
         row_start=np.append(starts[:, :-1], ends[-1]),
         token=np.zeros_like(parent),
         parent=parent,
         depth=join([t.depth for t in trees]),
         logprob=join([t.logprob for t in trees]),
-        source=None if all(t.source is None for t in trees) else join(sources),
+        source=None if all(t.source is None for t in trees) else join([t.sources for t in trees]),
     )
 
 

@@ -96,6 +96,18 @@ class CandidateTrees:
         return np.where(self.parent < 0, self.n_nodes, self.parent + self.first)
 
     @cached_property
+    def sources(self) -> IntArray:
+        """``source``, also where it is None, [m]."""
+        return np.full(self.n_nodes, MODEL) if self.source is None else self.source
+
+    @cached_property
+    def begins_level(self) -> BoolArray:
+        """Whether no other node stands before a node in its level of its row, [m]."""
+        row, depth = self.row, self.depth
+        begins: BoolArray = np.append(True, (row[1:] != row[:-1]) | (depth[1:] != depth[:-1]))
+        return begins[: self.n_nodes]
+
+    @cached_property
     def draft_steps(self) -> int:
         """Draft steps that were run: the depth of the deepest node that one made."""
         depth = self.depth if self.source is None else self.depth[self.source & DRAFTED > 0]

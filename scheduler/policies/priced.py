@@ -10,7 +10,6 @@ from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     DRAFTED,
-    MODEL,
     BoolArray,
     CandidateTrees,
     Context,
@@ -220,11 +219,10 @@ class PricedPolicy(BasePolicy):
         steps = min(trees.draft_steps, self.config.d_max)
         # Drafted nodes stand first in their level, in the order of beams; those that only a second draft
         # model made stand behind them.
-        first = np.append(True, (row[1:] != row[:-1]) | (trees.depth[1:] != trees.depth[:-1]))
-        beam = np.arange(trees.n_nodes) - np.maximum.accumulate(np.where(first, np.arange(trees.n_nodes), 0))
-        source = np.full(trees.n_nodes, MODEL) if trees.source is None else trees.source
-        drafted = source & DRAFTED > 0
-        mine = (source & ~DRAFTED == 0) & (trees.depth <= steps)
+        node = np.arange(trees.n_nodes)
+        beam = node - np.maximum.accumulate(np.where(trees.begins_level, node, 0))
+        drafted = trees.sources & DRAFTED > 0
+        mine = (trees.sources & ~DRAFTED == 0) & (trees.depth <= steps)
         place = (trees.depth[mine] - 1) * w + beam[mine] % w
         total = np.asarray(np.bincount(place, worth[mine], steps * w), np.float64).reshape(steps, w)
         left = uncovered(plan.running.offered, n, steps)

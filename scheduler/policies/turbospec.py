@@ -100,9 +100,7 @@ class TurboSpecPolicy(BasePolicy):
 
 def _on_first_chain(trees: CandidateTrees) -> BoolArray:
     """Nodes that begin their level in their row, below one that does, [m]."""
-    row = trees.row
-    first = np.append(True, (row[1:] != row[:-1]) | (trees.depth[1:] != trees.depth[:-1]))[: trees.n_nodes]
-    parent = trees.above
+    first, parent = trees.begins_level.copy(), trees.above
     for _ in range(int(trees.depth.max(initial=1)) - 1):
         first &= and_root(first, True).take(parent)
     return first

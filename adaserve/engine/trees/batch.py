@@ -14,7 +14,8 @@ class Gap:
     """Places between a request's first tokens and its recent ones that a sparse draft does not read.
 
     The first tokens are attention sinks (StreamingLLM, section 3.2); a draft over sinks and recent tokens is
-    that of MagicDec, section 4.
+    that of MagicDec, section 4. Both count positions inside of what is kept. Here tokens keep those that they
+    have in the text, since other drafts read the same keys without a gap.
     """
 
     start: int  # places before it, which are read

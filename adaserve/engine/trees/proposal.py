@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from adaserve.scheduler.compiled import FLOATS, INT_TABLE, INTS, compiled, several
-from adaserve.scheduler.interface import MODEL, CandidateTrees
+from adaserve.scheduler.interface import CandidateTrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,7 @@ def merge(proposals: Sequence[Proposal], n: int) -> Proposal:
     trees = [p.trees for p in some]
     ends = np.cumsum([0, *(t.n_nodes for t in trees)])
     lists = [
-        (t.token, t.parent, t.depth, p.column, t.logprob, _sources(t))
-        for p, t in zip(some, trees, strict=True)
+        (t.token, t.parent, t.depth, p.column, t.logprob, t.sources) for p, t in zip(some, trees, strict=True)
     ]
     starts, made, logprob, source, place = _merged(
         np.stack([t.row_start for t in trees]) + ends[:-1, None],
@@ -72,10 +71,6 @@ def merge(proposals: Sequence[Proposal], n: int) -> Proposal:
             drafted.setdefault(model, np.zeros(len(token), np.int64))[place[begin:end]] = there
     joined = CandidateTrees(starts, token, parent, depth, logprob, source)
     return Proposal(joined, column, 1 + int(column.max()), drafted)
-
-
-def _sources(trees: CandidateTrees) -> np.ndarray:
-    return np.full(trees.n_nodes, MODEL) if trees.source is None else trees.source
 
 
 @compiled(INT_TABLE, INTS, several(INTS, INTS, INTS, INTS, FLOATS, INTS))
