@@ -787,6 +787,24 @@ def _with_reference(resumed: Any) -> Any:
     return resume_with
 
 
+def test_only_its_own_folder_is_gone_on_with(tmp_path: Path, started: list[FakeServer]) -> None:
+    """Also where it was interrupted before anything was measured."""
+    other = tmp_path / "sweep"
+    other.mkdir()
+    (other / "summary.json").write_text("{}")
+    with pytest.raises(ServerError, match="results are not overwritten"):
+        check(other, {f"{PLAIN}:first": lambda _: None})
+    assert [path.name for path in other.iterdir()] == ["summary.json"] and not started
+
+    def interrupted(_: FakeServer) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check(tmp_path / "own", {f"{PLAIN}:first": interrupted})
+    (tmp_path / "own" / "sglang.log").touch()
+    assert check(tmp_path / "own", {f"{PLAIN}:first": lambda _: None})["done"] == [f"{PLAIN}:first"]
+
+
 def test_a_stage_that_hangs_is_ended(tmp_path: Path, started: list[FakeServer]) -> None:
     """Its server is stopped, which ends what its clients wait for; the next stage gets a new one."""
 

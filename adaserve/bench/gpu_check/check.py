@@ -118,8 +118,9 @@ class Check:
         and the next one runs. What other runs have left in ``out`` belongs to the same check: Raises
         ServerError where it does not.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
         self.found = resume(self.out, self._identity())
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._keep()  # the folder is this check's from now on
         if self.found.done:
             self.console.print(f"{len(self.found.done)} stages are there already: {self.out}")
         self._prompts = _prompts(
@@ -422,15 +423,19 @@ class Check:
         }  # fmt: skip
         return dict(json.loads(json.dumps(values)))
 
+    def _keep(self) -> dict[str, Any]:
+        """Writes what another run needs to continue; returns what was found, as JSON values."""
+        found = asdict(self.found)
+        write_json(self.out / STATE_FILE, {"identity": self._identity(), "found": found})
+        return found
+
     def _save(self) -> dict[str, Any]:
-        """The report so far, and what another run needs to continue."""
+        """Writes the report so far, and what another run needs to continue; returns the report."""
         if self._running is not None:
             self._note_code(self._running)
         dry = self.pair.device == "cpu"
         lacks_graphs = NOT_SHOWN_WITHOUT_GRAPHS if "--disable-cuda-graph" in self.pair.flags else ()
-        found = asdict(self.found)
-        kept = {"identity": self._identity(), "found": found}
-        write_json(self.out / STATE_FILE, kept)
+        found = self._keep()
         report = {
             "kind": "gpu-check",
             "dry_run": dry,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adaserve.bench.gpu_check.answers import Answer
+from adaserve.errors import why_not_new
 from adaserve.server import ServerError
 
 STATE_FILE = "gpu-check.state.json"
@@ -63,9 +64,12 @@ class Findings:
 
 
 def resume(out: Path, identity: dict[str, Any]) -> Findings:
-    """What earlier runs of the same check left in ``out``. Raises ServerError for another check's."""
+    """What earlier runs of the same check left in ``out``. Raises ServerError for another check's, and for
+    the results of anything else."""
     path = out / STATE_FILE
     if not path.exists():
+        if (why := why_not_new(out)) is not None:
+            raise ServerError(why)
         return Findings()
     kept = json.loads(path.read_text(encoding="utf-8"))
     if kept["identity"] != identity:
