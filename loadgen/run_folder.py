@@ -41,10 +41,11 @@ class Run:
 def read_run(folder: Path, label: str | None = None) -> Run:
     """Reads and summarizes a folder. Raises LoadgenError."""
     try:
-        if not folder.is_dir():
-            raise LoadgenError(f"{folder} is not a results folder")
+        is_folder = folder.is_dir()
     except (OSError, ValueError) as e:
         raise LoadgenError(f"cannot read {str(folder)[:200]!r}: {why_unreadable(e)}") from e
+    if not is_folder:
+        raise LoadgenError(f"{folder} is not a results folder")
     records = list(iter_records(folder))
     if not records:
         raise LoadgenError(f"{folder}: requests.jsonl holds no requests")

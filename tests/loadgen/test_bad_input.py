@@ -267,7 +267,9 @@ def test_damaged_results(case: str, tmp_path: Path) -> None:
 
 def test_no_results(tmp_path: Path) -> None:
     assert "holds no requests.jsonl" in refused("report", str(tmp_path))
-    assert "is not a results folder" in refused("report", str(tmp_path / "nowhere"))
+    assert (
+        refused("report", str(nowhere := tmp_path / "nowhere")) == f"error: {nowhere} is not a results folder"
+    )
     assert "cannot read" in refused("report", "x" * 5000)
 
 
