@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from adaserve.bench.terminal import progress, table
 from adaserve.bench.walks import HeadPlan, Text, Tree, Walk, kernel_model, over_pool, walks
@@ -39,11 +40,11 @@ BASE = "draft"
 Key = TypeVar("Key")
 
 
-def written_texts(target: TinyLlama, pair: Path, plan: HeadPlan) -> list[Text]:
+def written_texts(target: TinyLlama, pair: Path, plan: HeadPlan, bar: Progress) -> list[Text]:
     """Held-out prompts of all categories in turns, continued at the plan's temperature."""
     tokenizer = load_tokenizer(pair / "target")
     by_category = []
-    for category in CATEGORIES:
+    for category in bar.track(CATEGORIES, description="the target writes text"):
         prompts = prompt_batch(tokenizer, category, plan.rows, odd=False)
         written = write(target, prompts, plan.tokens, plan.temperature, seed=plan.seed + 1)
         rows = zip(written.whole.numpy(), written.keys.tolist(), strict=True)
@@ -134,11 +135,10 @@ def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
     torch.set_num_threads(plan.threads)
     pair = weights_folder()
     target = load_hf(pair / "target").requires_grad_(False)
-    console.print("the target writes text")
-    texts = written_texts(target, pair, plan)
     served = load_hf(ensure_embedded_pair()[0]).requires_grad_(False)
     rows: list[Row] = []
     with progress(console) as bar:
+        texts = written_texts(target, pair, plan, bar)
         task = bar.add_task("trees", total=plan.trees * len(plan.batches))
         for batch in plan.batches:
             drafts = walks(pair, target, texts, batch, plan)
