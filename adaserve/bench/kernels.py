@@ -44,6 +44,7 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 64
     vocab: int = 4096
+    positions: int = 65_536
 
     def kv_bytes(self, context: int) -> int:
         """Of the fp32 keys and values of that many tokens."""
@@ -80,7 +81,7 @@ def random_model(shape: Shape) -> tuple[ModelWeights, ModelConfig]:
         matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate),
     )  # fmt: skip
     embed = matrix(shape.vocab, shape.hidden)
-    angles = torch.arange(65_536)[:, None] * 1e4 ** (-torch.arange(0, 1, 2 / shape.head_dim))
+    angles = torch.arange(shape.positions)[:, None] * 1e4 ** (-torch.arange(0, 1, 2 / shape.head_dim))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     config = ModelConfig(
         shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim,
@@ -189,10 +190,12 @@ def run_kernels(plan: KernelPlan, console: Console) -> None:
     """
     made = provenance()
     torch.set_num_threads(plan.threads)
-    wide, slim = Shape(layers=plan.layers), Shape(intermediate=32)
     batches = [Case(n, 64) for n in plan.tokens]
-    products = {s: _measure(plan, wide, s, batches, console) for s in plan.storages}
     cases = [Case(q, c) for c in plan.contexts for q in plan.queries]
+    positions = max(case.context + case.tokens for case in (*batches, *cases))
+    wide = Shape(layers=plan.layers, positions=positions)
+    slim = Shape(intermediate=32, positions=positions)
+    products = {s: _measure(plan, wide, s, batches, console) for s in plan.storages}
     attention = _measure(plan, slim, "fp32", cases, console)
     bandwidth = read_bandwidth()
     lanes = build.load_library(build.build(*plan.flags)).ada_vector_lanes()

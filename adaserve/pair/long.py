@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as fn
 
+from adaserve.pair.folders import PairError
 from adaserve.pair.generate import Cache, Written, extend
 from adaserve.pair.model import TinyLlama
 from adaserve.pair.prompts import load_prompts
@@ -23,12 +24,15 @@ CATEGORIES = ("coding", "summarization")
 def long_prompts(tokenizer: Tokenizer, category: str, rows: int, length: int) -> Tensor:
     """[rows, length]: held-out prompts of a category, one after the other, each begun with `begin`.
 
-    Where a row begins does not depend on the length."""
+    Where a row begins does not depend on the length. Raises PairError where there are too few."""
     ids: list[int] = []
     for prompt in load_prompts(category):
         ids += [BOS_ID, *tokenizer.encode(prompt.text, add_special_tokens=False).ids]
     if len(ids) < rows * length:
-        raise ValueError(f"the held-out {category} prompts have {len(ids)} tokens, not {rows} x {length}")
+        raise PairError(
+            f"the held-out {category} prompts have {len(ids)} tokens, not {rows} x {length}: ask for fewer "
+            "or shorter texts"
+        )
     return torch.tensor(ids).unfold(0, length, len(ids) // rows)[:rows]
 
 

@@ -20,7 +20,7 @@ from adaserve.bench.context.simulated import simulate_context
 from adaserve.cli import app
 from adaserve.engine.cpu import build
 from adaserve.pair.data import load_tokenizer
-from adaserve.pair.folders import weights_folder
+from adaserve.pair.folders import PairError, weights_folder
 from adaserve.pair.generate import Written
 from adaserve.pair.long import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import TinyLlama, rope, rotate
@@ -140,7 +140,7 @@ def test_prompts_are_as_long_as_asked() -> None:
     texts = long_prompts(tokenizer, "coding", 3, 700)
     assert texts.shape == (3, 700)
     assert (long_prompts(tokenizer, "coding", 3, 300) == texts[:, :300]).all()
-    with pytest.raises(ValueError, match="held-out coding prompts have"):
+    with pytest.raises(PairError, match="held-out coding prompts have"):
         long_prompts(tokenizer, "coding", 100_000, 700)
 
 

@@ -33,6 +33,11 @@ def test_keys_and_values_of_a_token() -> None:
     assert Shape(layers=6, kv_heads=2, head_dim=64).kv_bytes(10) == 10 * 6 * 2 * (2 * 64 * 4)
 
 
+def test_contexts_may_be_of_any_length() -> None:
+    plan = KernelPlan((1,), ("fp32",), (1,), (65_600,), 1, 1, 1, (), None, None)
+    run_kernels(plan, Console(quiet=True))
+
+
 def test_tables_are_written_for_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[object] = []
     monkeypatch.setattr(kernels, "provenance", lambda: {"timed_before": len(timed)})

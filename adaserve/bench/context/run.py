@@ -94,10 +94,11 @@ def _shape(folder: Path) -> pair_shape.Shape:
     return pair_shape.shape_of(json.loads((folder / "config.json").read_text()))
 
 
-def _kernel_shape(shape: pair_shape.Shape) -> Shape:
+def _kernel_shape(shape: pair_shape.Shape, positions: int) -> Shape:
     return Shape(
-        shape.hidden, shape.mlp, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab
-    )
+        shape.hidden, shape.mlp, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab,
+        positions,
+    )  # fmt: skip
 
 
 Step = tuple[str, int]
@@ -143,15 +144,16 @@ def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
     torch.set_num_threads(plan.threads)
     modes = plan.modes
     folders = weights_folder() / "target", weights_folder() / "draft"
-    slots = max(plan.requests) * (max(plan.contexts) + max(VERIFIED))
+    positions = max(plan.contexts) + max(VERIFIED)
+    slots = max(plan.requests) * positions
     wide, slim = (_shape(folder) for folder in folders)
     cases = [(n, c) for c in plan.contexts for n in plan.requests]
     cells: list[Cell] = []
     points: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}  # of the target, of the draft
     with progress(console) as bar:
         agreed = measure_agreement(*folders, modes, plan.text, WIDTHS, DEEPEST, bar)
-        target = SyntheticCache(_kernel_shape(widened_shape(wide, Width())), plan.storage, slots)
-        draft = SyntheticCache(_kernel_shape(slim), plan.storage, slots)
+        target = SyntheticCache(_kernel_shape(widened_shape(wide, Width()), positions), plan.storage, slots)
+        draft = SyntheticCache(_kernel_shape(slim, positions), plan.storage, slots)
         for n, context in bar.track(cases, description="requests x context"):
             every = in_turns(steps(target, draft, modes, n, context), plan.rounds)
             taken = {step: statistics.median(seconds) for step, seconds in every.items()}
