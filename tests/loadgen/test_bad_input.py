@@ -216,7 +216,9 @@ def test_a_trace_brings_its_own_rate() -> None:
 
 @pytest.mark.parametrize("other", ["--duration=5", "--max-requests=5", "--trace=x"])
 def test_a_number_of_prompts_is_the_only_limit(other: str) -> None:
-    assert "cannot be given with a trace, --duration" in refused("bench", "serve", "--plan-only", "--num-prompts", "3", other)
+    assert "cannot be given with a trace, --duration" in refused(
+        "bench", "serve", "--plan-only", "--num-prompts", "3", other
+    )
 
 
 def test_a_number_of_prompts_has_no_shape(tmp_path: Path) -> None:
