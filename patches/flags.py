@@ -28,22 +28,16 @@ def add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("AdaServe", "with --speculative-algorithm ADASERVE")
     for name, field in AdaServeConfig.model_fields.items():
         kind = _without_none(field.annotation)
-        if kind is bool:
-            group.add_argument(
-                "--adaserve-" + name.replace("_", "-"),
-                dest="adaserve_" + name,
-                action="store_true",
-                default=None,
-                help=field.description,
-            )
-            continue
-        usual = "" if field.default is None else f" (default: {field.default})"
+        usual, more = "", dict[str, Any](action="store_true", default=None)
+        if kind is not bool:
+            usual = "" if field.default is None else f" (default: {field.default})"
+            choices = get_args(kind) if get_origin(kind) is Literal else None
+            more = {"type": kind if kind in (int, float) else str, "choices": choices}
         group.add_argument(
             "--adaserve-" + name.replace("_", "-"),
             dest="adaserve_" + name,
-            type=kind if kind in (int, float) else str,
-            choices=get_args(kind) if get_origin(kind) is Literal else None,
             help=(field.description or "").replace("%", "%%") + usual,
+            **more,
         )
 
 
