@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from adaserve.patches.served_worker import ServedWorker
 
 logger = logging.getLogger(__name__)
+
+CORES_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
+"""SGLang's: the cores of each rank on a CPU, such as 0-3|4-7; "all" counts as unset."""
 
 _KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 """What a header can carry, and can be compared with."""
@@ -131,6 +135,11 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             "tensor parallelism is not supported on a CPU: use --tp-size 1",
         ),
         (
+            args.dp_size > 1 and not on_device(args.device) and not _has_cores(args.dp_size),
+            f"--dp-size {args.dp_size} on a CPU needs as many NUMA nodes, or cores for each rank: set "
+            f"{CORES_ENV}, such as to 0-3|4-7, or start several servers (adaserve fleet up)",
+        ),
+        (
             args.tp_size > 1 and config.prefill == "slack",
             "tensor-parallel ranks must prefill alike, and not by the clock: remove --adaserve-prefill slack",
         ),
@@ -184,6 +193,13 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
     for refused, reason in refusals:
         if refused:
             raise ConfigError(f"--speculative-algorithm ADASERVE: {reason}")
+
+
+def _has_cores(ranks: int) -> bool:
+    """Whether SGLang finds cores on this host for so many ranks: otherwise its schedulers end."""
+    from sglang.srt.utils import get_cpu_ids_by_node
+
+    return os.environ.get(CORES_ENV, "all") != "all" or ranks <= len(get_cpu_ids_by_node())
 
 
 def register() -> None:

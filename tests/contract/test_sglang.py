@@ -259,6 +259,7 @@ FIELDS = {
 }  # fmt: skip
 
 MEMBERS = [
+    "sglang.srt.utils.get_cpu_ids_by_node",
     "sglang.srt.utils.server_args_config_parser.ConfigArgumentMerger.merge_config_with_args",
     "sglang.srt.entrypoints.anthropic.serving.ERROR_TYPE_MAP",
     "sglang.srt.entrypoints.openai.serving_responses._MediaInputValidationError",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import transformers
 
-from adaserve.algorithm import refuse_unsupported, size_reserve
+from adaserve.algorithm import CORES_ENV, refuse_unsupported, size_reserve
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
 from adaserve.engine.sources import draft_model
@@ -28,7 +28,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         pp_size=1, enable_dp_attention=False, disaggregation_mode="null", enable_return_hidden_states=False,
         enable_hierarchical_cache=False, enable_streaming_session=False, speculative_adaptive=False,
         device="cpu", tokenizer_worker_num=1, api_key=None, admin_api_key=None, grpc_port=None,
-        smg_grpc_mode=False, grpc_mode=False,
+        smg_grpc_mode=False, grpc_mode=False, dp_size=1,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -57,6 +57,18 @@ def test_ranks_do_not_prefill_by_the_clock() -> None:
     with pytest.raises(ValueError, match=r"must prefill alike.* remove --adaserve-prefill slack"):
         refuse_unsupported(ranks, AdaServeConfig(prefill="slack"))
     refuse_unsupported(arguments(device="cuda"), AdaServeConfig(prefill="slack"))
+
+
+def test_data_parallel_ranks_on_a_cpu_need_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or SGLang's schedulers end in a traceback. More ranks than any host has NUMA nodes."""
+    many, config = {"dp_size": 5000}, AdaServeConfig()
+    for unset in ("", "all"):
+        monkeypatch.setenv(CORES_ENV, unset) if unset else monkeypatch.delenv(CORES_ENV, raising=False)
+        with pytest.raises(ValueError, match=r"set SGLANG_CPU_OMP_THREADS_BIND, .*adaserve fleet up"):
+            refuse_unsupported(arguments(**many), config)
+    refuse_unsupported(arguments(**many, device="cuda"), config)
+    monkeypatch.setenv(CORES_ENV, "0|1")
+    refuse_unsupported(arguments(**many), config)
 
 
 def test_a_draft_model_without_a_use_is_refused() -> None:
