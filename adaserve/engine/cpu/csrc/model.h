@@ -66,11 +66,13 @@ typedef struct {
 #define OWN_NORM_FLOATS 16384 /* up to here each member norms all rows for itself */
 
 typedef struct {
-    gemm_scratch gemm;
+    _Alignas(LINE) gemm_scratch gemm; /* no vector crosses a line, and no two members share one */
     float normed[OWN_NORM_FLOATS];
     buffer attention;
     attention_scratch parts;
 } member;
+
+_Static_assert(sizeof(member) % LINE == 0, "aligned_alloc may refuse other sizes, as macOS and sanitizers do");
 
 typedef struct {
     model_source shape;
@@ -111,7 +113,7 @@ static char *reserve_phases(buffer *b, size_t bytes) {
 
 static int reserve_members(model *m, int count) {
     if (count <= m->num_members) return 1;
-    member *members = aligned_alloc(64, sizeof(member) * count);
+    member *members = aligned_alloc(LINE, sizeof(member) * count);
     if (!members) return 0;
     memset(members, 0, sizeof(member) * count);
     for (int i = 0; i < m->num_members; i++) members[i].attention = m->members[i].attention;
