@@ -89,7 +89,7 @@ MODULES = {
         "load_headers",
         "costly_answers",
         "metric_labels",
-        "streamed_calls",
+        "streamed_parsers",
         "parsers",  # around it: a chunk has its time, not each of its tokens
         "response_store",
         "small_chunks",

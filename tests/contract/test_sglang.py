@@ -194,6 +194,7 @@ TARGETS = {
     "sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment": [
         "self", "new_text", "tools",
     ],
+    "sglang.srt.parser.reasoning_parser.ReasoningParser.parse_stream_chunk": ["self", "chunk_text"],
     "sglang.srt.parser.reasoning_parser.ReasoningParser.parse_non_stream": ["self", "full_text"],
     "sglang.srt.parser.reasoning_parser.ReasoningParser.parse_non_stream_blocks": ["self", "full_text"],
     "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes": ["server_args", "port_args"],

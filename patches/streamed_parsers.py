@@ -1,8 +1,8 @@
-"""Tool calls in a stream are searched for token by token, however many tokens came at once.
+"""Tool calls and reasoning in a stream are searched for token by token, however many tokens came at once.
 
 Why: SGLang's parsers of streams are made for a token at a time, as a server without speculation sends them.
-Where an iteration accepts several, many lose the text before a call, a call's arguments, or the whole call.
-So a client would get other calls from the same text.
+Where an iteration accepts several, many lose the text before a call, a call's arguments, or the whole call,
+and take words for reasoning that stand before it. So a client would get something else from the same text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from adaserve.patches import hook, is_active
 def register() -> None:
     calls = "sglang.srt.function_call"
     hook(f"{calls}.function_call_parser.FunctionCallParser.parse_stream_chunk", _chunk, HookType.AROUND)
+    reasoning = "sglang.srt.parser.reasoning_parser.ReasoningParser"
+    hook(f"{reasoning}.parse_stream_chunk", _reasoning, HookType.AROUND)
     hook(f"{calls}.json_array_parser.JsonArrayParser.parse_streaming_increment", _increment, HookType.AROUND)
 
 
@@ -30,6 +32,11 @@ def _chunk(original: Callable[[Any, str], tuple[str, list[Any]]], self: Any, chu
         text += normal or ""
         calls += found
     return text, calls
+
+
+def _reasoning(original: Callable[[Any, str], tuple[str, str]], self: Any, chunk_text: str) -> Any:
+    told = [original(self, token) for token in _tokens(chunk_text)]
+    return "".join(thought or "" for thought, _ in told), "".join(text or "" for _, text in told)
 
 
 def _increment(original: Callable[[Any, str, Any], Any], self: Any, new_text: str, tools: Any) -> Any:

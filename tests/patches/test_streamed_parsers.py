@@ -1,4 +1,4 @@
-"""A stream's tool calls are the same however many tokens come at once."""
+"""A stream's tool calls and reasoning are the same however many tokens come at once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
+from sglang.srt.parser.reasoning_parser import ReasoningParser
 
-from adaserve.patches.streamed_calls import _chunk, _increment, _tokens
+from adaserve.patches.streamed_parsers import _chunk, _increment, _reasoning, _tokens
 from tests.engine.pairs import save_tokenizer
 
 TOOLS = [
@@ -51,7 +52,13 @@ TEXTS = {
 }
 """By parser: what a model writes behind some words, to call both tools."""
 ARRAY = f'[{{"name": "add", "parameters": {ADD}}}\n, \n{{"name": "find", "parameters": {FIND}}}]'
-MARKS = sorted({found for text in TEXTS.values() for found in re.findall("<[^<>]+>", text)})
+THOUGHTS = {
+    "Well,<think>it is 4.</think> It is 4.": ("it is 4.", "Well, It is 4."),
+    "<think>I ask <tool_call>\nfor it": ("I ask ", "<tool_call>\nfor it"),
+    "<think>I ask <tool_call> for it</think> Done.": ("I ask ", "<tool_call> for it</think> Done."),
+}
+"""What is thought, and what is said; a call ends the thought, as long as the end of it has not come."""
+MARKS = sorted({found for text in (*TEXTS.values(), *THOUGHTS) for found in re.findall("<[^<>]+>", text)})
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +118,21 @@ def test_calls_that_a_grammar_has_made(seed: int) -> None:
     text, calls = constrained(list(chunks(tokens, random.Random(seed))))
     assert (text, calls) == constrained(tokens)
     assert list(calls.values()) == CALLS
+
+
+@pytest.mark.parametrize("text", THOUGHTS)
+def test_reasoning_and_what_stands_before_it(text: str) -> None:
+    def told(parts: Sequence[str]) -> tuple[str, str]:
+        made = ReasoningParser("qwen3")
+        thought, said = zip(
+            *(_reasoning(ReasoningParser.parse_stream_chunk, made, part) for part in parts), strict=True
+        )
+        return "".join(thought), "".join(said)
+
+    tokens = _tokens(text)
+    assert told(tokens) == THOUGHTS[text]
+    for parts in ([text], *(list(chunks(tokens, random.Random(seed))) for seed in range(8))):
+        assert told(parts) == THOUGHTS[text]
 
 
 @pytest.mark.parametrize("text", ["", "a", "Zürich 😀<tool_call>\n\n ", TEXTS["qwen25"]])
