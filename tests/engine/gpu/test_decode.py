@@ -140,8 +140,9 @@ class Run:
                     text = [t + (i % damage == 8) for i, t in enumerate([*text, *expected])]
                 reqs.append(SimpleNamespace(rid=f"r{first + r}", origin_input_ids=text))
             rows = torch.from_numpy(self.requests.pool_rows) + first
-            lens = torch.tensor([len(r.origin_input_ids) for r in reqs])
-            suffix.prefilled(SimpleNamespace(reqs=reqs, req_pool_indices=rows, seq_lens=lens), True)
+            lens = [len(r.origin_input_ids) for r in reqs]
+            read = SimpleNamespace(reqs=reqs, req_pool_indices_cpu=rows, prefix_lens=[0] * n, extend_lens=lens)
+            suffix.prefilled(read, True)
         for row in range(n + 1, 2 * n + 1):
             suffix.finished(row, False)
         self.loop.sources = (*self.beams, suffix) if drafts_too else (suffix,)
