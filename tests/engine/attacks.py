@@ -216,7 +216,7 @@ def texts() -> Iterator[Attack]:
     many = {**decisions, "questions": [{**question, "id": str(i)} for i in range(5000)]}
     yield Attack("many questions", "/v1/decisions", many, "")
     wrong = [{"role": "nobody", "content": 5}] * 20_000
-    yield chat("many wrong messages", "messages[0].content: Input should be a valid string", messages=wrong)
+    yield chat("many wrong messages", "messages[0].role: 'role' must be one of", messages=wrong)
     yield chat("very many messages", "values besides token ids", messages=wrong * 5)
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(250)}}
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(100)]
@@ -240,7 +240,7 @@ def other_routes() -> Iterator[Attack]:
         yield ollama(f"{path} top_k", "top_k", path, top_k=2**31)
         yield ollama(f"{path} temperature", "temperature", path, temperature=-1)
         yield ollama(f"{path} stop", "stop", path, stop=[5])
-        yield ollama(f"{path} num_predict", "max_new_tokens", path, num_predict=2**40)
+        yield ollama(f"{path} num_predict", "num_predict must be", path, num_predict=2**40)
         yield ollama(f"{path} seed", "seed", path, seed="x")
     for name in ("tools", "messages", "add_generation_prompt", "tokenize"):
         yield chat(f"template argument {name}", "chat template", chat_template_kwargs={name: 5})

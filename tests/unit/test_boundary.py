@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -528,8 +530,17 @@ def test_brackets_of_the_text_are_no_groups(field: str, text: str) -> None:
     check_request({"input_ids": [1], "sampling_params": {field: text}}, LIMITS)
 
 
+@pytest.fixture
+def usual_recursion_limit() -> Iterator[None]:
+    """Python's. What other tests compile with torch leaves a higher one behind."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
 @pytest.mark.parametrize("levels", [330, 2000])
-def test_what_is_nested_too_deeply_for_python_is_refused(levels: int) -> None:
+def test_what_is_nested_too_deeply_for_python_is_refused(levels: int, usual_recursion_limit: None) -> None:
     """Its parser steps over comments in such an expression, and uses fewer frames than the automaton."""
     with pytest.raises(RequestError, match="regex is nested too deeply"):
         require_few_ways("regex", "(?x)" + "(#)\n" * levels + ")?" * levels, Effort())

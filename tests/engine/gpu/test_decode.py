@@ -141,7 +141,9 @@ class Run:
                 reqs.append(SimpleNamespace(rid=f"r{first + r}", origin_input_ids=text))
             rows = torch.from_numpy(self.requests.pool_rows) + first
             lens = [len(r.origin_input_ids) for r in reqs]
-            read = SimpleNamespace(reqs=reqs, req_pool_indices_cpu=rows, prefix_lens=[0] * n, extend_lens=lens)
+            read = SimpleNamespace(
+                reqs=reqs, req_pool_indices_cpu=rows, prefix_lens=[0] * n, extend_lens=lens
+            )
             suffix.prefilled(read, True)
         for row in range(n + 1, 2 * n + 1):
             suffix.finished(row, False)
