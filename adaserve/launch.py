@@ -52,7 +52,7 @@ if __name__ == "__main__":
     stop_cleanly()
     from adaserve.errors import UserError
     from adaserve.lifetime import die_with_parent
-    from adaserve.processes import remove_leftovers
+    from adaserve.processes import end_children, remove_leftovers
 
     die_with_parent()  # our plugin does it, too, but SGLang is imported first
     remove_leftovers()
@@ -64,3 +64,5 @@ if __name__ == "__main__":
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    finally:
+        end_children(os.getpid())  # SGLang ends them, too, but leaves their shared memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -39,6 +40,28 @@ def test_a_server_that_starts_is_stopped(tmp_path: Path, number: signal.Signals,
     assert process.returncode == code
     assert said == f"adaserve: stopped by {number.name}\n"
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+ENDING = """
+import mmap, sys
+file = open(sys.argv[1], "r+b")
+sys.held = mmap.mmap(file.fileno(), 9)  # as a module of SGLang holds it
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_a_server_that_ends_leaves_no_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "starting.py").write_text(ENDING)
+    shared = Path(f"/dev/shm/sglang_loads_test{os.getpid()}.shm")
+    shared.write_bytes(bytes(9))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "adaserve.launch", "starting", str(shared)],
+            cwd=tmp_path, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and not shared.exists()
+    finally:
+        shared.unlink(missing_ok=True)
 
 
 def test_settings_that_cannot_be_served_are_said_in_one_line(tmp_path: Path) -> None:
