@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 from sglang.srt.plugins.hook_registry import HookType
+from tqdm import tqdm
 
 from adaserve.host import FORK_ENV, select
 from adaserve.patches import hook
@@ -48,6 +49,7 @@ def _forking(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     usual = multiprocessing.get_start_method()
     os.register_at_fork(after_in_child=lambda: multiprocessing.set_start_method(usual, force=True))
     multiprocessing.set_start_method("fork", force=True)
+    tqdm.get_lock()  # made in a process that spawns, it would stay in /dev/shm when a server is killed
     gc.freeze()  # a collection in a fork would copy the pages that it shares
     try:
         return launch(*args, **kwargs)
