@@ -2,7 +2,7 @@
 
 Why: SGLang's parsers of streams are made for a token at a time, as a server without speculation sends them.
 Where an iteration accepts several, many lose the text before a call, a call's arguments, or the whole call,
-and take words for reasoning that stand before it. So a client would get something else from the same text.
+and words before the reasoning become part of it. So a client would get something else from the same text.
 """
 
 from __future__ import annotations
