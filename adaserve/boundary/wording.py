@@ -65,19 +65,28 @@ def wrong_fields(errors: Sequence[dict[str, Any]], body: Any) -> str:
 
 
 def _of_its_kind(errors: Sequence[dict[str, Any]], body: Any) -> list[dict[str, Any]]:
-    """A message or a format is tried as every kind of it. Those whose role or type it does not have say only
-    so, and only where it has that of none."""
-    kinds = {_loc(error)[:-1] for error in errors if _is_another_kind(error, body)}
-    of_others = {at: next((k for k in kinds if at[: len(k)] == k), None) for at in map(_loc, errors)}
-    within = [at for at, kind in of_others.items() if kind is None]
+    """A message, a part of one or a format is tried as every kind of it, and a list of parts also as a text.
+    Kinds whose role or type it does not have say only so. Nothing is said of a whole, by these kinds or of
+    its type, where something inside is told: there it is of a kind that is right."""
+    others = {_loc(error)[:-1] for error in errors if _is_another_kind(error, body)}
 
-    def counts(at: tuple[Any, ...]) -> bool:
-        if (kind := of_others[at]) is None:
-            return True
-        has_another = any(len(one) > len(kind) and one[: len(kind) - 1] == kind[:-1] for one in within)
-        return at[:-1] == kind and at[-1] in _KINDS and not has_another
+    def outermost(at: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The wrong kind that something is a part of."""
+        return next((at[:n] for n in range(len(at)) if at[:n] in others), None)
 
-    return [error for error in errors if counts(_loc(error))]
+    own = [_path(error, body) for error in errors if outermost(_loc(error)) is None]
+
+    def has_more(place: str) -> bool:
+        """Whether something inside is told."""
+        return any(path.startswith((f"{place}.", f"{place}[")) for path in own)
+
+    def counts(error: dict[str, Any]) -> bool:
+        at = _loc(error)
+        if (kind := outermost(at)) is None:
+            return not has_more(_path(error, body))
+        return at[:-1] == kind and at[-1] in _KINDS and not has_more(_path({"loc": kind, "type": ""}, body))
+
+    return [error for error in errors if counts(error)]
 
 
 def _loc(error: dict[str, Any]) -> tuple[Any, ...]:

@@ -115,6 +115,14 @@ def test_what_kinds_of_a_format_lack_is_told_of_its_own_kind_only() -> None:
     assert "'json_object'" in told and "structures" not in told
 
 
+def test_a_part_of_a_message_is_told_as_what_it_says_that_it_is() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url"}]
+    told = wrong(ChatCompletionRequest, {"messages": [{"role": "user", "content": parts}]})
+    assert told == "messages[0].content[1].image_url: Field required"
+    told = wrong(ChatCompletionRequest, {"messages": [{"role": "user", "content": [{"type": "page"}]}]})
+    assert "Input should be 'text', got 'page'" in told and "required" not in told
+
+
 def test_what_is_no_json_is_told_with_its_place() -> None:
     error = {
         "type": "json_invalid",
