@@ -195,8 +195,13 @@ class Device(Protocol):
         ...
 
     @property
+    def itself(self) -> Drafter | None:
+        """The target's searches, where it drafts for itself."""
+        ...
+
+    @property
     def drafters(self) -> Sequence[Drafter]:
-        """Both: all that drafts beside the target."""
+        """All that drafts."""
         ...
 
     @property

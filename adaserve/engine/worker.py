@@ -135,8 +135,7 @@ class AdaServeWorker(BaseSpecWorker):
             most_rows=int(runner.max_running_requests),
             context_len=runner.model_config.context_len,
         )
-        drafting = (device.target,) if self.config.has_self else device.drafters
-        run = partial(measure.measure, room, drafting)
+        run = partial(measure.measure, room, device.drafters)
         names = ("itself",) if self.config.has_self else draft_paths(self.config)
         if self.config.medusa is not None:
             names = (self.config.medusa,)

@@ -81,6 +81,9 @@ def stock(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) 
         yield server
 
 
+ALONE = {"drafts": "self", "draft_window": 64}
+"""No draft model."""
+
 TIGHT = {"max-total-tokens": 420, "max-running-requests": 24, "schedule-conservativeness": 0.1}
 """A KV pool that holds a handful of requests, admitted with far too much optimism.
 
@@ -175,14 +178,7 @@ def alone(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) 
         tmp_path_factory.mktemp("alone"),
         pair,
         None,
-        {
-            "policy": "adaserve",
-            "max_depth": 4,
-            "max_width": 3,
-            "budget": 40,
-            "drafts": "self",
-            "draft_window": 64,
-        },
+        {**ALONE, "policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
         {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "windows": [0, 16, 17, 40, 100]},
         overlap=True,
         **{**TIGHT, "context-length": 512},  # longer than what its KV pool holds

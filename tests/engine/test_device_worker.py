@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from adaserve.host import DEVICE_PATH_ENV
-from tests.engine.conftest import POLICIES, TIGHT, Served, adaserve_server
+from tests.engine.conftest import ALONE, POLICIES, TIGHT, Served, adaserve_server
 from tests.engine.harness import Job, Server, Zygote, run_jobs, workload
 from tests.engine.test_features import PROMPTS, assert_equal_answers, greedy
 from tests.engine.test_grammar import GRAMMARS, job
@@ -111,6 +111,39 @@ def test_greedy_with_a_head_is_the_target_alone(
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
     assert stats["moved"] > 10, "compaction was not exercised"
     assert stats["catch_ups"] > 10 or headed_device.name == "medusa", "catching up was not exercised"
+
+
+@pytest.fixture(scope="module")
+def alone_device(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The target drafts for itself, and reads another part of each context in every iteration."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("alone_device"),
+        pair,
+        None,
+        {**ALONE, "policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "windows": [0, 16, 17, 40, 100]},
+        overlap=True,
+        **TIGHT,
+    )
+    server.environment[DEVICE_PATH_ENV] = "1"
+    with server.running(zygote):
+        yield Served("alone_device", server, probe)
+        server.assert_idle_and_clean()
+
+
+def test_greedy_is_the_target_alone_where_it_drafts_for_itself(
+    alone_device: Served, stock: Server, pair: Path
+) -> None:
+    jobs = workload(60, seed=3, leave_every=13)
+    staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
+    expected = [a["output_ids"] for a in run_jobs(stock, staying, speed=2) if a is not None]
+    assert_same(pair, jobs, run_jobs(alone_device.server, jobs, speed=2), expected)
+    stats = alone_device.probe.read()
+    print("STATS", {k: stats[k] for k in ("iterations", "accepted", "rows", "ahead", "taken_all")})
+    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 5, "it agrees with itself too rarely or too often"
+    assert stats["taken_all"] > 10, "hardly anything was verified unread"
+    assert stats["wrong_lengths"] == []
+    assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
 
 
 def test_logprobs(device: Served, stock: Server) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.conftest import POLICIES, TIGHT, adaserve_server
+from tests.engine.conftest import ALONE, POLICIES, TIGHT, adaserve_server
 from tests.engine.harness import Fresh, Job, Probe, Server, run_jobs, workload
 from tests.engine.test_heads import assert_best
 from tests.simulated_gpu import counts, environment, written_s
@@ -101,6 +101,9 @@ def test_two_streams_in_the_same_memory_are_seen(tmp_path: Path) -> None:
     assert run_script(TWO_STREAMS, tmp_path).split() == ["True", "False"] * 3
 
 
+OTHERS = ("eagle3", "mtp", "medusa", "self")
+
+
 @dataclass(frozen=True)
 class Simulated:
     name: str
@@ -126,20 +129,20 @@ def counted_by_now(report: Path) -> Counter[str]:
 
 @pytest.fixture(
     scope="module",
-    params=["model", *(pytest.param(head, marks=pytest.mark.slow) for head in ("eagle3", "mtp", "medusa"))],
+    params=["model", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
 )
 def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
-    """All policies in turn but for chains of four, little KV."""
+    """All policies in turn but for chains of four, little KV. ``self``: the target drafts for itself."""
     name, report = request.param, tmp_path_factory.mktemp("reports") / "report"
-    folders = {"model": "pair", "mtp": "mtp_pair"}
+    folders = {"model": "pair", "self": "pair", "mtp": "mtp_pair"}
     models: Path = request.getfixturevalue(folders.get(name, "headed_pair"))
-    draft = {"model": "noisy", "eagle3": "eagle3", "mtp": "target", "medusa": None}[name]
-    heads = {"medusa": str(models / "medusa")} if name == "medusa" else {}
+    draft = {"model": "noisy", "eagle3": "eagle3", "mtp": "target"}.get(name)
+    others = {"medusa": {"medusa": str(models / "medusa")}, "self": ALONE}.get(name, {})
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(f"gpu_{name}"),
         models,
         draft,
-        {"policy": "adaserve", "max_depth": 3, "max_width": 2, "budget": 40, "attention": "triton", **heads},
+        {"policy": "adaserve", "max_depth": 3, "max_width": 2, "budget": 40, "attention": "triton", **others},
         {
             "rotate": [*POLICIES[:-1], *["none"] * 3, *["priced"] * 6],
             "audit_every": 1 << 30,  # the audit is the CPU's
@@ -178,7 +181,7 @@ def test_prompts_are_read_from_graphs(gpu: Simulated) -> None:
     model has layers; none where a head drafts."""
     log, folders = gpu.server.log.read_text(), {"target": "target", "draft": "noisy"}
     captured = [name for name in folders if f"Capture {name} prefill CUDA graph end" in log]
-    assert captured == (["target", "draft"] if gpu.name == "model" else [])
+    assert captured == {"model": ["target", "draft"], "self": ["target"]}.get(gpu.name, [])
     configs = [gpu.target.with_name(folders[name]) / "config.json" for name in captured]
     layers = [json.loads(config.read_text())["num_hidden_layers"] for config in configs]
     of_prompts = gpu.server.internal_state()["adaserve"]["device"]["prompt_graphs"]

@@ -45,9 +45,16 @@ class CpuDevice:
     stops_early = True
     least_gain = LEAST_GAIN
 
-    def __init__(self, target: CpuForward, *drafts: CpuForward, medusa: MedusaForward | None = None) -> None:
-        self.target, self.drafts, self.medusa = target, drafts, medusa
-        self.drafters: Sequence[CpuForward | MedusaForward] = drafts if medusa is None else (*drafts, medusa)
+    def __init__(
+        self,
+        target: CpuForward,
+        *drafts: CpuForward,
+        medusa: MedusaForward | None = None,
+        itself: CpuForward | None = None,
+    ) -> None:
+        self.target, self.drafts, self.medusa, self.itself = target, drafts, medusa, itself
+        others = [drafter for drafter in (medusa, itself) if drafter is not None]
+        self.drafters: Sequence[CpuForward | MedusaForward] = (*drafts, *others)
         heads = [draft for draft in self.drafters if isinstance(draft, HeadForward | MedusaForward)]
         self.target_states = heads[0].target_states if heads else None
 
@@ -67,7 +74,9 @@ class CpuDevice:
         medusa = None
         if config.medusa is not None:
             medusa = medusa_forward(target, Path(config.medusa), stored)
-        return cls(cpu_forward(target), *map(draft_forward, drafts), medusa=medusa)
+        made = cpu_forward(target)
+        itself = made if config.has_self else None
+        return cls(made, *map(draft_forward, drafts), medusa=medusa, itself=itself)
 
     def is_busy(self) -> bool:
         """What was queued is done."""

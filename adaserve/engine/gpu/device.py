@@ -96,10 +96,12 @@ class GpuDevice:
         target: GpuForward,
         *drafts: GpuForward,
         medusa: GpuMedusa | None = None,
+        itself: GpuForward | None = None,
         attention: str = "sdpa",
         target_states: HiddenStates | None = None,
     ) -> None:
-        self.target, self.drafts, self.medusa, self.target_states = target, drafts, medusa, target_states
+        self.target, self.drafts, self.medusa, self.itself = target, drafts, medusa, itself
+        self.target_states = target_states
         for draft in drafts:
             draft.most_tokens = min(draft.most_tokens, READ_AT_ONCE)
         self.device = target.device
@@ -160,11 +162,15 @@ class GpuDevice:
         medusa = None
         if config.medusa is not None:
             medusa = gpu_medusa(parts_of(target, make, searches), target, Path(config.medusa))
+        itself = None
+        if config.has_self:  # its searches begin with the roots, whose tokens the host knows
+            itself = GpuForward(replace(parts_of(target, make, searches), first=1, follows=False))
         readers = [f for f in (*forwards, medusa) if isinstance(f, GpuHead | GpuMedusa)]
         parts = cls(
             GpuForward(parts_of(target, make, verifications)),
             *forwards,
             medusa=medusa,
+            itself=itself,
             attention=attention,
             target_states=readers[0].hidden if readers else None,
         )
@@ -183,8 +189,9 @@ class GpuDevice:
             capture_all("verification", verifications, parts.target.capture, parts.target.table, free)
             for draft in parts.drafts:
                 capture_all("draft", of_drafts, draft.capture, draft.table, free)
-            if medusa is not None:
-                capture_all("draft", searches, medusa.capture, medusa.table, free)
+            for drafter in (medusa, itself):
+                if drafter is not None:
+                    capture_all("draft", searches, drafter.capture, drafter.table, free)
             for reader in parts.prompts:
                 capture_all("prompt", reader.keys, reader.capture, reader.table, free)
             for draft in parts.drafts:
@@ -194,7 +201,8 @@ class GpuDevice:
 
     @property
     def drafters(self) -> Sequence[GpuForward | GpuMedusa]:
-        return self.drafts if self.medusa is None else (*self.drafts, self.medusa)
+        others = [drafter for drafter in (self.medusa, self.itself) if drafter is not None]
+        return (*self.drafts, *others)
 
     def is_busy(self) -> bool:
         return self.device.type == "cuda" and not stream_of(self.device).query()

@@ -15,10 +15,11 @@ from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.forced import ForcedSource, spelling_of
 from adaserve.engine.sources.head import HeadSource
-from adaserve.engine.sources.own import SelfSource
+from adaserve.engine.sources.own import SHARPENING
 from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.sources.suffix import SuffixSource
+from adaserve.engine.trees.shape import ANY_DEPTH
 from adaserve.sharpening import load_sharpening
 from adaserve.slo.ledger import asked_of
 
@@ -48,7 +49,8 @@ def sources_of(
         sharpening = load_sharpening(Path(config.medusa))
         yield StatelessSource(device.medusa, sharpening, config.beam_candidates, device.medusa.most_steps)
     if config.has_self:
-        yield SelfSource(device, config.beam_candidates)
+        assert device.itself is not None
+        yield StatelessSource(device.itself, SHARPENING, config.beam_candidates, ANY_DEPTH)
     if config.forced_depth and tokenizer is not None and (spelling := spelling_of(tokenizer)):
         yield ForcedSource(spelling, config.forced_depth)
     if config.has_suffix:

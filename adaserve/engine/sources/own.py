@@ -8,9 +8,6 @@ what plain decoding leaves.
 
 from __future__ import annotations
 
-from adaserve.engine.device import Device
-from adaserve.engine.sources.stateless import StatelessSource
-from adaserve.engine.trees.shape import ANY_DEPTH
 from adaserve.sharpening import DraftSharpening
 
 _ALMOST_ZERO, _HOT = 0.02, 2.0
@@ -22,15 +19,3 @@ SHARPENING = DraftSharpening(
 )
 """The target's own way to draw: its temperature and, where that is known, its noise. Twice as sharp with the
 noise, which leaves the order as it is: most draws agree. What that is worth is calibrated while serving."""
-
-
-class SelfSource(StatelessSource):
-    """The target's own forwards. ``max_nodes``: KV slots that a window has for them."""
-
-    def __init__(self, device: Device, max_nodes: int) -> None:
-        if device.target.first_tokens is not None:
-            raise ValueError(
-                "a target drafts for itself on CPUs only: on a GPU there are no graphs of its searches. Use "
-                "--drafts model or --drafts suffix"
-            )
-        super().__init__(device.target, SHARPENING, max_nodes, ANY_DEPTH)

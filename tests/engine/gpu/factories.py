@@ -151,8 +151,11 @@ class Requests:
         return BeamSource(device, cache, sharpening, max_nodes, number=number)
 
 
-def host_device(requests: Requests, target: TinyModel, *drafts: TinyModel) -> CpuDevice:
-    return CpuDevice(*(CpuForward(m, requests.req_to_token) for m in (target, *drafts)))
+def host_device(
+    requests: Requests, target: TinyModel, *drafts: TinyModel, drafts_itself: bool = False
+) -> CpuDevice:
+    own, *others = (CpuForward(m, requests.req_to_token) for m in (target, *drafts))
+    return CpuDevice(own, *others, itself=own if drafts_itself else None)
 
 
 SIZES = Sizes(
@@ -160,12 +163,18 @@ SIZES = Sizes(
 )
 
 
-def graph_device(requests: Requests, target: TinyModel, *drafts: TinyModel) -> GpuDevice:
+def graph_device(
+    requests: Requests, target: TinyModel, *drafts: TinyModel, drafts_itself: bool = False
+) -> GpuDevice:
     """The GPU's parts on a CPU: SDPA over the packed arrays, functions in place of graphs."""
-    buffers = stale_buffers()
+    buffers, itself = stale_buffers(), None
+    if drafts_itself:
+        parts = device_forward(requests, target, SIZES.searches(), buffers).parts
+        itself = GpuForward(dataclasses.replace(parts, first=1, follows=False))
     return GpuDevice(
         device_forward(requests, target, SIZES.verifications(), buffers),
         *(device_forward(requests, draft, SIZES.drafts(), buffers) for draft in drafts),
+        itself=itself,
     )
 
 

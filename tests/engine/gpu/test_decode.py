@@ -27,7 +27,8 @@ from adaserve.engine.requests import Requests as ServedRequests
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sampling import Settings
 from adaserve.engine.sources.beam import BeamSource
-from adaserve.engine.sources.own import SelfSource
+from adaserve.engine.sources.own import SHARPENING
+from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
 from adaserve.engine.state import Asked, RequestState
 from adaserve.engine.tap import Tap
@@ -87,28 +88,28 @@ class Run:
     ) -> None:
         self.requests = requests = Requests(LENGTHS, 1)
         self.target = TinyModel(requests.slots)
-        seeds = NOISE[: 2 if "second" in drafts else 1]
+        seeds = NOISE[: 0 if drafts == "self" else 2 if "second" in drafts else 1]
         self.models = [noisy(TinyModel(requests.slots), seed) for seed in seeds]
         if copied:
             self.models[-1] = TinyModel(requests.slots)
-        self.draft = self.models[0]
         requests.prefill(self.target)
         if draft_knows_prompts:
             for model in self.models:
                 requests.prefill(model)
-        parts = DEVICES[device](requests, self.target, *self.models)  # type: ignore[operator]
+        parts = DEVICES[device](  # type: ignore[operator]
+            requests, self.target, *self.models, drafts_itself=drafts == "self"
+        )
         lag = [0] * len(LENGTHS) if draft_knows_prompts else LENGTHS
         self.beams = [
             requests.source(parts, lag, max_nodes=DEPTH * WIDTH, number=k) for k in range(len(self.models))
         ]
-        self.source = self.beams[0]
         self.policies = ServedPolicies(CONFIG, LearnedCosts(default_latency()), parts)
-        self.policies.current = build_policy(policy, policy_config(len(self.models)))
+        self.policies.current = build_policy(policy, policy_config(len(parts.drafters)))
         self.outcomes: list[IterationOutcome] = []
         alone = SimpleNamespace(world_size=1, rank_in_group=0)
         self.loop = DecodeLoop(
             device=parts,
-            sources=self.beams,
+            sources=self.beams or [StatelessSource(parts.itself, SHARPENING, DEPTH * WIDTH, DEPTH)],
             caches=KVCaches(
                 parts, [Pool(model) for model in (self.target, *self.models)], requests.req_to_token
             ),
@@ -127,6 +128,14 @@ class Run:
         self.lens, self.iterations = torch.tensor(LENGTHS), 0
         if "suffix" in drafts:
             self._retrieve("model" in drafts)
+
+    @property
+    def draft(self) -> TinyModel:
+        return self.models[0]
+
+    @property
+    def source(self) -> BeamSource:
+        return self.beams[0]
 
     def _retrieve(self, drafts_too: bool) -> None:
         """Earlier requests of the same key were served the same texts, except for a token here and there."""
@@ -209,7 +218,8 @@ class Run:
         spent, target_s = sum(o.total_s for o in self.outcomes), self.loop.times.report()["target_s"]
         assert 0 < target_s < spent, "models were timed with what is around them"
         verified_s = sum(o.verify_s for o in self.outcomes)
-        assert isinstance(self.loop.sources[0], SelfSource) or target_s <= verified_s + 1e-9, (
+        # On a host the target's draft steps are counted with its verifications.
+        assert self.loop.device.target is self.loop.device.itself or target_s <= verified_s + 1e-9, (
             "a forward began before its verification"
         )
 
@@ -302,14 +312,15 @@ def test_each_draft_model_keeps_what_it_made(device: str) -> None:
     assert any(len(run.beams[0].cache[req.req_pool_idx].pending) > 1 for req in run.reqs)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", ["adaserve", "priced", "fixed-tree"])
-def test_greedy_where_the_target_drafts_for_itself(policy: str, overlap: bool) -> None:
+def test_greedy_where_the_target_drafts_for_itself(policy: str, overlap: bool, device: str) -> None:
     """With little of its own KV cache, which its draft steps write to."""
-    run = Run(policy, overlap, "host")
-    run.loop.sources = (SelfSource(run.loop.device, DEPTH * WIDTH),)
+    run = Run(policy, overlap, device, drafts="self")
     run.policies.current = build_policy(policy, replace(policy_config(), draft_windows=(16,)))
     run.finish().check()
+    check_target_cache(run)
     plans = [outcome.plan for outcome in run.outcomes if outcome.plan.draft.depth]
     contexts = [plan.running.context_tokens for plan in plans]
     assert any((p.draft.reads(c) < c).any() for p, c in zip(plans, contexts, strict=True))
@@ -449,12 +460,23 @@ def check_cache_of(run: Run, source: BeamSource, model: TinyModel, fresh: TinyMo
         cached = [*run.requests.text(r), *run.got[r]][:-1]
         assert held.length + len(held.pending) == len(cached)
         assert held.pending == cached[held.length :]
-        tokens, slots = cached[: held.length], run.requests.req_to_token[req.req_pool_idx, : held.length]
-        ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
-        at = torch.arange(len(tokens))
-        fresh.hidden(Inputs(torch.tensor(tokens), at, slots, TreeAttentionPlan(ends, ends, slots)))
-        for a, b in zip(fresh.k + fresh.v, model.k + model.v, strict=True):
-            torch.testing.assert_close(a[slots.long()], b[slots.long()], rtol=1e-3, atol=1e-4)
+        check_kv(run, req.req_pool_idx, cached[: held.length], model, fresh)
+
+
+def check_target_cache(run: Run) -> None:
+    """It holds all that was said, as one plain forward writes it."""
+    fresh = TinyModel(run.requests.slots)
+    for r, req in enumerate(run.reqs):
+        cached = [*run.requests.text(r), *run.got[r]][:-1]
+        check_kv(run, req.req_pool_idx, cached, run.target, fresh)
+
+
+def check_kv(run: Run, pool_row: int, tokens: list[int], model: TinyModel, fresh: TinyModel) -> None:
+    slots, at = run.requests.req_to_token[pool_row, : len(tokens)], torch.arange(len(tokens))
+    ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
+    fresh.hidden(Inputs(torch.tensor(tokens), at, slots, TreeAttentionPlan(ends, ends, slots)))
+    for a, b in zip(fresh.k + fresh.v, model.k + model.v, strict=True):
+        torch.testing.assert_close(a[slots.long()], b[slots.long()], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)

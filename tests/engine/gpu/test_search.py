@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from adaserve.engine.gpu.sizes import Key
+from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees.proposal import Proposal
+from adaserve.engine.trees.shape import ANY_DEPTH
 from adaserve.scheduler.interface import Draft
 from tests.engine.gpu.factories import (
     CONTEXT,
@@ -76,6 +78,34 @@ def test_same_trees_of_a_draft_that_reads_little() -> None:
     np.testing.assert_allclose(few[: start[1]], full[: start[1]])
     assert np.abs(few[start[1] : start[2]] - full[start[1] : start[2]]).max() > 1e-3
     np.testing.assert_allclose(few[start[2] :], full[start[2] :])
+
+
+@pytest.mark.parametrize(("depth", "width", "branching"), SHAPES)
+@pytest.mark.parametrize("recent", [None, [8, 5, 0]])
+def test_same_trees_where_the_target_drafts_for_itself(
+    depth: int, width: int, branching: tuple[int, ...] | None, recent: list[int] | None
+) -> None:
+    """Its first step has the roots and nothing else: what was committed keeps its KV."""
+    requests, found = Requests([5, 30, 21]), []
+    plan = iteration_plan(requests.running(), depth, width, branching)
+    window = None if recent is None else np.array(recent)
+    plan = dataclasses.replace(plan, draft=dataclasses.replace(plan.draft, window=window, sinks=2))
+    for make in (host_device, graph_device):
+        model = TinyModel(requests.slots)
+        requests.prefill(model)
+        before = [x.clone() for x in (*model.k, *model.v)]
+        device = make(requests, model, drafts_itself=True)
+        assert device.itself is not None and list(device.drafters) == [device.itself]
+        source = StatelessSource(device.itself, NOISY, 48, ANY_DEPTH)
+        drafting = source.propose(plan, requests.rows(plan.running), None)
+        assert drafting is not None
+        found.append(drafting.read())
+        for row, length in zip(requests.pool_rows, requests.lengths, strict=True):
+            slots = requests.req_to_token[row, :length].long()
+            assert all(
+                (a[slots] == b[slots]).all() for a, b in zip(before, (*model.k, *model.v), strict=True)
+            )
+    assert_same(*found)
 
 
 def test_contexts_are_read_in_part_and_whole_by_turns() -> None:

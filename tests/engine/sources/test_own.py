@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from adaserve.engine.cpu.forwards import CpuForward
-from adaserve.engine.sources.own import SHARPENING, SelfSource
+from adaserve.engine.sources.own import SHARPENING
+from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
+from adaserve.engine.trees.shape import ANY_DEPTH
 from adaserve.scheduler.interface import Draft, IterationPlan
 from tests.engine.cpu.factories import hf_model
 from tests.engine.test_trees import MAX_NODES, PROMPTS, Case, DenseModel, alike, path_logprobs
@@ -24,7 +25,7 @@ ROWS = len(PROMPTS)
 
 def case_of(max_depth: list[int]) -> Case:
     case = alike([0] * ROWS, max_depth)
-    case.source = SelfSource(case.device, MAX_NODES)  # type: ignore[assignment]
+    case.source = StatelessSource(case.device.target, SHARPENING, MAX_NODES, ANY_DEPTH)  # type: ignore[assignment]
     return case
 
 
@@ -89,9 +90,3 @@ def test_draws_are_read_as_the_target_reads_them() -> None:
         assert spread / scale == pytest.approx(temperature)
         assert SHARPENING.alone(temperature)[0] == pytest.approx(1 / temperature)
     assert SHARPENING.reading(0.0)[1] == 0.0
-
-
-def test_it_is_refused_where_searches_have_a_size() -> None:
-    device = SimpleNamespace(target=SimpleNamespace(first_tokens=2))
-    with pytest.raises(ValueError, match="on CPUs only"):
-        SelfSource(device, MAX_NODES)  # type: ignore[arg-type]
