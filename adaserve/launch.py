@@ -43,9 +43,9 @@ def stop_cleanly() -> None:
 
 
 def is_of_settings(error: Exception) -> bool:
-    """Whether SGLang refuses settings by it."""
-    *_, last = walk_tb(error.__traceback__)
-    return str(last[0].f_globals.get("__name__")).startswith(SETTINGS)
+    """Whether SGLang refuses settings by it: there, or in what is asked from there, such as a model."""
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    return any(name.startswith(SETTINGS) for name in names) and not names[-1].startswith("adaserve.")
 
 
 if __name__ == "__main__":
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     del sys.argv[0]
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    except (UserError, ValueError, AssertionError) as error:
+    except (UserError, ValueError, AssertionError, NotImplementedError) as error:
         if not isinstance(error, UserError) and not (str(error) and is_of_settings(error)):
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -74,15 +74,27 @@ def test_settings_that_cannot_be_served_are_said_in_one_line(tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (2, "error: use --page-size 1\n")
 
 
+ASKS = "sglang.srt.arg_groups.overrides"
+
+
 @pytest.mark.parametrize(
-    ("place", "code"), [("sglang.srt.arg_groups.overrides", 2), ("sglang.srt.server", 1)]
+    ("places", "code"),
+    [
+        ((ASKS,), 2),
+        ((ASKS, "sglang.srt.configs.model_config"), 2),
+        (("sglang.srt.server",), 1),
+        ((ASKS, "adaserve.algorithm"), 1),
+    ],
 )
-def test_so_are_settings_that_sglang_refuses(tmp_path: Path, place: str, code: int) -> None:
-    """By an exception without a name of its own, which may also be a fault."""
+def test_so_are_settings_that_sglang_refuses(tmp_path: Path, places: tuple[str, ...], code: int) -> None:
+    """By an exception without a name of its own, which may also be a fault: ours, if it is our code's."""
     (tmp_path / "starting.py").write_text(
-        f"there = {{'__name__': '{place}'}}\n"
-        "exec('def check():\\n    raise ValueError(\"no\")', there)\n"
-        "there['check']()\n"
+        "asked, body = None, 'raise ValueError(\"no\")'\n"
+        f"for place in reversed({places!r}):\n"
+        "    there = {'__name__': place, 'asked': asked}\n"
+        "    exec(f'def check(): {body}', there)\n"
+        "    asked, body = there['check'], 'asked()'\n"
+        "asked()\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "adaserve.launch", "starting"],
