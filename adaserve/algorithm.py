@@ -154,7 +154,10 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             "give --api-key and --admin-api-key such values, or leave them out",
         ),
         (args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"),
-        (args.enable_dp_attention, "data-parallel attention is not supported: remove --enable-dp-attention"),
+        (
+            args.attn_dp_size > 1,  # SGLang makes this of --enable-dp-attention
+            "data-parallel attention is not supported: remove --attn-dp-size and --enable-dp-attention",
+        ),
         (
             args.disaggregation_mode not in (None, "null"),
             "prefill/decode disaggregation is not supported: remove --disaggregation-mode",
@@ -184,10 +187,6 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
         (
             args.enable_hierarchical_cache,
             "the hierarchical cache is not supported: remove --enable-hierarchical-cache",
-        ),
-        (
-            args.speculative_adaptive,
-            "--speculative-adaptive belongs to EAGLE; ADASERVE adapts in every iteration: remove it",
         ),
     ]
     for refused, reason in refusals:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import transformers
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.server_args import ServerArgs
 
 from adaserve.algorithm import CORES_ENV, refuse_unsupported, size_reserve
 from adaserve.config import AdaServeConfig, ConfigError
@@ -25,9 +27,9 @@ from tests.engine.pairs import VOCAB
 def arguments(**changes: Any) -> SimpleNamespace:
     values: dict[str, Any] = dict(
         speculative_draft_model_path="draft", page_size=1, enable_lora=None, lora_paths=None, tp_size=1,
-        pp_size=1, enable_dp_attention=False, disaggregation_mode="null", enable_return_hidden_states=False,
-        enable_hierarchical_cache=False, enable_streaming_session=False, speculative_adaptive=False,
-        device="cpu", tokenizer_worker_num=1, api_key=None, admin_api_key=None, grpc_port=None,
+        pp_size=1, attn_dp_size=1, disaggregation_mode="null", enable_return_hidden_states=False,
+        enable_hierarchical_cache=False, enable_streaming_session=False, device="cpu",
+        tokenizer_worker_num=1, api_key=None, admin_api_key=None, grpc_port=None,
         smg_grpc_mode=False, grpc_mode=False, dp_size=1,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
@@ -143,12 +145,10 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
         ({"enable_lora": True}, "--lora-paths"),
         ({"tp_size": 2}, "--tp-size 1"),
         ({"pp_size": 2}, "--pp-size 1"),
-        ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"enable_return_hidden_states": True}, "--enable-return-hidden-states"),
         ({"enable_streaming_session": True}, "--enable-streaming-session"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
-        ({"speculative_adaptive": True}, "--speculative-adaptive"),
         ({"tokenizer_worker_num": 2, "api_key": "k"}, "--tokenizer-worker-num"),
         ({"tokenizer_worker_num": 2, "admin_api_key": "k"}, "--tokenizer-worker-num"),
         ({"api_key": "clé"}, "ASCII"),
@@ -163,6 +163,21 @@ def test_refusals_name_the_remedy(changes: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=r"ADASERVE: ") as refused:
         refuse_unsupported(arguments(**changes), AdaServeConfig())
     assert remedy in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"enable_dp_attention": True, "dp_size": 2}, {"attn_dp_size": 2}], ids=["old", "new"]
+)
+def test_data_parallel_attention_is_refused_as_it_is_resolved(flags: dict[str, Any]) -> None:
+    """Of the old flag SGLang makes the new one before it asks us, and then takes the old one for unset."""
+    given = ServerArgs(model_path="none", tp_size=2, **flags)
+    given.resolve_once()
+    resolved = resolving_view(given)
+    width, old, dp = resolved.attn_dp_size, resolved.enable_dp_attention, resolved.dp_size
+    assert not old
+    args = arguments(device="cuda", tp_size=2, attn_dp_size=width, enable_dp_attention=old, dp_size=dp)
+    with pytest.raises(ValueError, match="remove --attn-dp-size and --enable-dp-attention"):
+        refuse_unsupported(args, AdaServeConfig())
 
 
 @pytest.mark.parametrize(
