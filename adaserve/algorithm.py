@@ -180,6 +180,11 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             "hidden states are not returned: remove --enable-return-hidden-states",
         ),
         (
+            bool(args.reasoning_parser) and args.grammar_backend in ("llguidance", "outlines"),
+            f"SGLang compiles no {args.grammar_backend} grammar behind a reasoning parser: use "
+            "--grammar-backend xgrammar, or remove --reasoning-parser",
+        ),
+        (
             args.enable_streaming_session,
             "streaming sessions keep the KV of candidates that were not accepted: remove "
             "--enable-streaming-session (ordinary sessions are served)",

@@ -30,7 +30,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         pp_size=1, attn_dp_size=1, disaggregation_mode="null", enable_return_hidden_states=False,
         enable_hierarchical_cache=False, enable_streaming_session=False, device="cpu",
         tokenizer_worker_num=1, api_key=None, admin_api_key=None, grpc_port=None,
-        smg_grpc_mode=False, grpc_mode=False, dp_size=1,
+        smg_grpc_mode=False, grpc_mode=False, dp_size=1, reasoning_parser=None, grammar_backend="xgrammar",
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -38,6 +38,9 @@ def arguments(**changes: Any) -> SimpleNamespace:
 def test_what_is_supported_passes() -> None:
     refuse_unsupported(arguments(), AdaServeConfig())
     refuse_unsupported(arguments(), AdaServeConfig(drafts="model,suffix"))
+    for backend in ("xgrammar", "none"):
+        refuse_unsupported(arguments(reasoning_parser="qwen3", grammar_backend=backend), AdaServeConfig())
+    refuse_unsupported(arguments(grammar_backend="llguidance"), AdaServeConfig())
     refuse_unsupported(arguments(speculative_draft_model_path=None), AdaServeConfig(drafts="suffix"))
 
 
@@ -157,6 +160,8 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
         ({"grpc_port": 40000}, "remove --grpc-port"),
         ({"smg_grpc_mode": True}, "--smg-grpc-mode"),
         ({"grpc_mode": True}, "--smg-grpc-mode"),
+        ({"reasoning_parser": "qwen3", "grammar_backend": "llguidance"}, "--grammar-backend xgrammar"),
+        ({"reasoning_parser": "qwen3", "grammar_backend": "outlines"}, "remove --reasoning-parser"),
     ],
 )
 def test_refusals_name_the_remedy(changes: dict[str, Any], remedy: str) -> None:
