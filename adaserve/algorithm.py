@@ -68,6 +68,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         config = AdaServeConfig.load()
         refuse_unsupported(server_args, config)
         size_reserve(server_args, config)
+        tell_what_is_not_used(server_args)
         server_args.enable_mixed_chunk = False
         leave_graphs_to_us(server_args, config)
         if server_args.max_running_requests is None:
@@ -88,6 +89,21 @@ def size_reserve(args: Any, config: AdaServeConfig) -> None:
             flag = name.replace("_", "-")
             logger.warning("AdaServe: --%s %s has no effect: see %s", flag, given, ours)
         setattr(args, name, size)
+
+
+def tell_what_is_not_used(args: Any) -> None:
+    """Warns of flags that SGLang heeds with its own speculation, or with none."""
+    exact = "all text is exactly the target's"
+    unused = [
+        (args.enable_mixed_chunk, "enable-mixed-chunk", "verification shares no forward with a prefill"),
+        (args.speculative_accept_threshold_single != 1.0, "speculative-accept-threshold-single", exact),
+        (args.speculative_accept_threshold_acc != 1.0, "speculative-accept-threshold-acc", exact),
+        (args.speculative_use_rejection_sampling, "speculative-use-rejection-sampling", exact),
+        (args.speculative_token_map, "speculative-token-map", "all tokens are drafted"),
+    ]
+    for given, flag, why in unused:
+        if given:
+            logger.warning("AdaServe: --%s has no effect: %s", flag, why)
 
 
 def leave_graphs_to_us(args: Any, ours: AdaServeConfig) -> None:

@@ -15,7 +15,7 @@ import transformers
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import ServerArgs
 
-from adaserve.algorithm import CORES_ENV, refuse_unsupported, size_reserve
+from adaserve.algorithm import CORES_ENV, refuse_unsupported, size_reserve, tell_what_is_not_used
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
 from adaserve.engine.sources import draft_model
@@ -361,4 +361,15 @@ def test_sizes_of_trees_that_sglang_was_given_are_not_silently_lost(caplog: pyte
     assert args.speculative_num_draft_tokens == 1 + config.max_candidates
     assert [r.getMessage() for r in caplog.records] == [
         "AdaServe: --speculative-num-steps 9 has no effect: see --adaserve-max-depth"
+    ]
+
+
+def test_flags_that_are_not_used_are_not_silently_lost(caplog: pytest.LogCaptureFixture) -> None:
+    tell_what_is_not_used(ServerArgs(model_path="none"))
+    assert not caplog.records
+    given = ServerArgs(model_path="none", enable_mixed_chunk=True, speculative_accept_threshold_acc=0.4)
+    tell_what_is_not_used(given)
+    assert [r.getMessage().partition(":")[2] for r in caplog.records] == [
+        " --enable-mixed-chunk has no effect: verification shares no forward with a prefill",
+        " --speculative-accept-threshold-acc has no effect: all text is exactly the target's",
     ]
