@@ -201,6 +201,10 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             "--grammar-backend xgrammar, or remove --reasoning-parser",
         ),
         (
+            args.enable_strict_thinking and not on_device(args.device),
+            "SGLang filters the tokens of thoughts on GPUs only: remove --enable-strict-thinking",
+        ),
+        (
             args.enable_streaming_session,
             "streaming sessions keep the KV of candidates that were not accepted: remove "
             "--enable-streaming-session (ordinary sessions are served)",
