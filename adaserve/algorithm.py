@@ -201,6 +201,10 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             "--grammar-backend xgrammar, or remove --reasoning-parser",
         ),
         (
+            args.enable_memory_saver and not on_device(args.device),
+            "SGLang's memory saver needs a GPU: remove --enable-memory-saver",
+        ),
+        (
             args.enable_strict_thinking and not on_device(args.device),
             "SGLang filters the tokens of thoughts on GPUs only: remove --enable-strict-thinking",
         ),

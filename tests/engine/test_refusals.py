@@ -31,7 +31,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         enable_hierarchical_cache=False, enable_streaming_session=False, device="cpu",
         tokenizer_worker_num=1, api_key=None, admin_api_key=None, grpc_port=None,
         smg_grpc_mode=False, grpc_mode=False, dp_size=1, reasoning_parser=None, grammar_backend="xgrammar",
-        enable_strict_thinking=False,
+        enable_strict_thinking=False, enable_memory_saver=False,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -42,7 +42,8 @@ def test_what_is_supported_passes() -> None:
     for backend in ("xgrammar", "none"):
         refuse_unsupported(arguments(reasoning_parser="qwen3", grammar_backend=backend), AdaServeConfig())
     refuse_unsupported(arguments(grammar_backend="llguidance"), AdaServeConfig())
-    refuse_unsupported(arguments(enable_strict_thinking=True, device="cuda"), AdaServeConfig())
+    for flag in ("enable_strict_thinking", "enable_memory_saver"):
+        refuse_unsupported(arguments(device="cuda", **{flag: True}), AdaServeConfig())
     refuse_unsupported(arguments(speculative_draft_model_path=None), AdaServeConfig(drafts="suffix"))
 
 
@@ -165,6 +166,7 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
         ({"reasoning_parser": "qwen3", "grammar_backend": "llguidance"}, "--grammar-backend xgrammar"),
         ({"reasoning_parser": "qwen3", "grammar_backend": "outlines"}, "remove --reasoning-parser"),
         ({"enable_strict_thinking": True}, "--enable-strict-thinking"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver"),
     ],
 )
 def test_refusals_name_the_remedy(changes: dict[str, Any], remedy: str) -> None:
