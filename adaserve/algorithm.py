@@ -128,8 +128,8 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
     refusals = [
         (
             config.has_model and config.medusa is None and not args.speculative_draft_model_path,
-            "a draft model is missing: add --speculative-draft-model-path, or serve without one "
-            "(adaserve serve --drafts suffix)",
+            "a draft model is missing: add --speculative-draft-model-path, or serve without one: "
+            '--adaserve-drafts suffix, or ADASERVE_CONFIG=\'{"drafts": "suffix"}\' for sgl.Engine',
         ),
         (
             not config.has_model and bool(args.speculative_draft_model_path),
