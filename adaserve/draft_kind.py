@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,9 @@ MTP_TARGET = "MiMoForCausalLM"
 
 HEADS = (EAGLE3, MTP)
 """SGLang's classes of what reads hidden states."""
+
+_ANY_HEAD = re.compile(r"eagle|nextn|mtp|dspark|dflash", re.IGNORECASE)
+"""In names of SGLang's classes that read hidden states."""
 
 MEDUSA_HEADS = "medusa_num_heads"
 """What only the ``config.json`` of Medusa heads has; it names neither an architecture nor a model type."""
@@ -38,6 +42,20 @@ def draft_kind(architectures: Sequence[str] | None, stated: str, path: str) -> D
         found = "mtp"
     _require(found, stated, path, ", ".join(architectures or ["no architectures"]))
     return found
+
+
+def require_known_head(architectures: Sequence[str] | None, path: str) -> None:
+    """``architectures``: those that SGLang is about to load. Of many models, such as Qwen 3 with experts, it
+    takes an MTP layer where it loads a draft, whether the checkpoint has one or not.
+
+    Raises ValueError for a head of another kind than those that are served.
+    """
+    for name in architectures or ():
+        if _ANY_HEAD.search(name) and name not in HEADS:
+            raise ValueError(
+                f"SGLang would load the draft {path} as {name}, a head that is not supported: give another "
+                "draft, or serve without one (--drafts suffix)"
+            )
 
 
 def kind_at(path: str, revision: str | None = None) -> DraftKind:

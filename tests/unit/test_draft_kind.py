@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adaserve.draft_kind import EAGLE3, draft_kind, medusa_folder, medusa_heads
+from adaserve.draft_kind import EAGLE3, HEADS, draft_kind, medusa_folder, medusa_heads, require_known_head
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,17 @@ def test_kinds(architectures: list[str] | None, stated: str, kind: str) -> None:
 def test_another_kind_than_stated_is_refused(architecture: str, stated: str) -> None:
     with pytest.raises(ValueError, match=rf"{stated}.*{architecture}.*folder/x.*--draft-kind auto"):
         draft_kind([architecture], stated, "folder/x")
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3MoeForCausalLMMTP", "Glm4MoeForCausalLMNextN", "LlamaForCausalLMEagle", "DFlashDraftModel"]
+)
+def test_a_head_that_is_not_served_is_refused(name: str) -> None:
+    """SGLang takes an MTP layer out of a draft model with experts, and its forward would fail."""
+    with pytest.raises(ValueError, match=rf"folder/x as {name}, .*--drafts suffix"):
+        require_known_head([name], "folder/x")
+    for served in ([*HEADS], ["LlamaForCausalLM"], None):
+        require_known_head(served, "folder/x")
 
 
 def folder_with(path: Path, config: dict[str, Any]) -> str:
