@@ -4,16 +4,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang.srt.configs
 import torch
+import transformers
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
+from adaserve.engine.gpu.attention import TreeAttentionBackend
 from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.plain_attention import require_no_state
 
 MORE = {
     "sliding window": {"sliding_window_size": 128},
     "scores": {"logit_cap": 50.0},
     "positions": {"pos_encoding_mode": "ALIBI"},
+    "their own chunk": {"use_irope": True},
     "another width": {"v_head_dim": 4},
     "later ones": {"attn_type": AttentionType.DECODER_BIDIRECTIONAL},
     "another text": {"is_cross_attention": True},
@@ -53,8 +58,23 @@ def test_grok_is_refused() -> None:
             takes(asks)
 
 
-def test_what_a_model_asks_in_its_forward_is_refused() -> None:
+@pytest.mark.parametrize("backend", [CpuAttentionBackend, TreeAttentionBackend])
+def test_what_a_model_asks_in_its_forward_is_refused(backend: Any) -> None:
     asked = runner({})
-    backend = CpuAttentionBackend(asked)
     with pytest.raises(ValueError, match="sinks"):
-        backend.forward_extend(None, None, None, asked.model[0], None, sinks=torch.zeros(4))
+        backend(asked).forward_extend(None, None, None, asked.model[0], None, sinks=torch.zeros(4))
+
+
+def model_config(config: Any, architecture: str) -> SimpleNamespace:
+    """As much of SGLang's ``ModelConfig`` as tells whether layers keep a state."""
+    config.architectures = [architecture]
+    return SimpleNamespace(hf_config=config, is_draft_model=False, linear_attn_registry_result=None)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2", "FalconH1", "NemotronH"])
+def test_layers_that_keep_a_state_are_refused(name: str) -> None:
+    """The state would hold candidates that were not accepted."""
+    hybrid = getattr(sglang.srt.configs, f"{name}Config")()
+    with pytest.raises(ValueError, match=f"{name}ForCausalLM .*keep a state.* ADASERVE"):
+        require_no_state(model_config(hybrid, f"{name}ForCausalLM"))
+    require_no_state(model_config(transformers.Qwen3Config(), "Qwen3ForCausalLM"))

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from adaserve.engine.plain_attention import plain_layers
+from adaserve.engine.plain_attention import plain_layers, require_no_more
 from adaserve.engine.trees.attention import TreeAttentionPlan, attend, causal_plan, gather_slots
 
 
@@ -65,8 +65,7 @@ class CpuAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **more: Any,
     ) -> torch.Tensor:
-        if wanted := sorted(name for name, value in more.items() if value is not None):
-            raise ValueError(f"attention with {', '.join(wanted)} is not supported on a CPU host")
+        require_no_more(more)
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         assert self.plan is not None

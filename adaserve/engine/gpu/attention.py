@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from adaserve.engine.gpu.layout import Extent, change_windows, unpack
+from adaserve.engine.plain_attention import require_no_more
 from adaserve.engine.trees.attention import TreeAttentionPlan, attend, indptr
 
 
@@ -158,8 +159,9 @@ class TreeAttentionBackend(AttentionBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        **_: Any,
+        **more: Any,
     ) -> Tensor:
+        require_no_more(more)
         assert self.kernel is not None
         pool = self.token_to_kv_pool
         if save_kv_cache:

@@ -20,6 +20,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import DraftKind, draft_kind, require_known_head
+from adaserve.engine.plain_attention import require_no_state
 from adaserve.host import on_device
 from adaserve.patches.kv_sizing import draft_config
 
@@ -115,6 +116,7 @@ class _DraftWorker(TpModelWorker):
     def _init_model_config(self) -> None:
         self.model_config = draft_config(self.server_args, self._path, context_length=self.context_length)
         require_known_head(self.model_config.hf_config.architectures, self._path)
+        require_no_state(self.model_config)
 
 
 def kind_of(worker: Any, path: str, config: AdaServeConfig) -> DraftKind:
