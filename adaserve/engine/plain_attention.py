@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
 
 
 def obstacles(layer: RadixAttention) -> Iterator[str]:
@@ -40,6 +41,22 @@ def require_no_state(model_config: Any) -> None:
         raise ValueError(
             f"{name} is not supported: some of its layers keep a state, which would hold candidates that "
             "were not accepted. Choose another model, or serve it without --speculative-algorithm ADASERVE"
+        )
+
+
+def require_own_positions(model: torch.nn.Module, context_len: int, deepest: int) -> None:
+    """Raises ValueError where other tokens may change how a position is read. ``deepest``: tokens of
+    a candidate tree behind its root.
+
+    Long RoPE has other factors beyond its first positions. In SGLang one token beyond them makes all that are
+    computed with it, those of other requests too, be read by these.
+    """
+    ropes = (m for m in model.modules() if isinstance(m, Phi3LongRoPEScaledRotaryEmbedding))
+    first = min((rope.original_max_position_embeddings for rope in ropes), default=None)
+    if first is not None and context_len + deepest > first:
+        raise ValueError(
+            f"{type(model).__name__} reads positions beyond {first} by other factors (longrope), and SGLang "
+            f"then reads all requests of a batch by them: use --context-length {first - deepest} or less"
         )
 
 

@@ -8,11 +8,12 @@ import sglang.srt.configs
 import torch
 import transformers
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
 
 from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
 from adaserve.engine.gpu.attention import TreeAttentionBackend
 from adaserve.engine.gpu.head_shape import HeadShape
-from adaserve.engine.plain_attention import require_no_state
+from adaserve.engine.plain_attention import require_no_state, require_own_positions
 
 MORE = {
     "sliding window": {"sliding_window_size": 128},
@@ -78,3 +79,18 @@ def test_layers_that_keep_a_state_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}ForCausalLM .*keep a state.* ADASERVE"):
         require_no_state(model_config(hybrid, f"{name}ForCausalLM"))
     require_no_state(model_config(transformers.Qwen3Config(), "Qwen3ForCausalLM"))
+
+
+def test_positions_that_neighbours_change_are_refused() -> None:
+    """A candidate beyond the first positions would change the text of everybody in its batch."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = Phi3LongRoPEScaledRotaryEmbedding(8, 8, 512, 64, 10000, True, torch.float32, **factors)
+    model = torch.nn.ModuleList([rope])
+    with pytest.raises(ValueError, match=r"beyond 64 .*--context-length 52 or less"):
+        require_own_positions(model, context_len=53, deepest=12)
+    require_own_positions(model, context_len=52, deepest=12)
+    require_own_positions(torch.nn.ModuleList(), context_len=512, deepest=12)
+    query = torch.randn(2, 8)
+    alone, _ = rope(torch.tensor([3]), query[:1].clone(), query[:1].clone())
+    beside, _ = rope(torch.tensor([3, 65]), query.clone(), query.clone())
+    assert not torch.allclose(alone[0], beside[0]), "SGLang tells its tokens apart now: serve such models"
