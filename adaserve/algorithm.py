@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+from uvicorn.config import LOG_LEVELS
 
 from adaserve.config import MOST_RUNNING, AdaServeConfig, ConfigError
 from adaserve.draft_kind import kind_at
@@ -200,6 +201,20 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             f"SGLang compiles no {args.grammar_backend} grammar behind a reasoning parser: use "
             "--grammar-backend xgrammar, or remove --reasoning-parser",
         ),
+        (args.is_embedding, "embeddings are not served: remove --is-embedding"),
+        (
+            not on_device(args.device) and not _attends_by_ours(args),
+            "on a CPU only AdaServe's own attention reads trees: remove --attention-backend, "
+            "--prefill-attention-backend and --decode-attention-backend",
+        ),
+        (
+            (level := args.log_level_http or args.log_level).lower() not in LOG_LEVELS,
+            f"the HTTP server has no log level {level}: give --log-level-http {', '.join(LOG_LEVELS)}",
+        ),
+        *(
+            (value is not None and value < 1, f"--{flag} {value} would serve nobody: give at least 1")
+            for flag, value in _at_least_one(args).items()
+        ),
         (
             args.enable_memory_saver and not on_device(args.device),
             "SGLang's memory saver needs a GPU: remove --enable-memory-saver",
@@ -221,6 +236,17 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
     for refused, reason in refusals:
         if refused:
             raise ConfigError(f"--speculative-algorithm ADASERVE: {reason}")
+
+
+def _at_least_one(args: Any) -> dict[str, float | None]:
+    """Settings with which a server hangs or ends at its first request where they are less."""
+    names = ("max_prefill_tokens", "prefill_max_requests", "max_queued_requests", "decode_log_interval")
+    return {name.replace("_", "-"): getattr(args, name) for name in (*names, "watchdog_timeout")}
+
+
+def _attends_by_ours(args: Any) -> bool:
+    backends = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
+    return all(backend in (None, ATTENTION_BACKEND) for backend in backends)
 
 
 def _has_cores(ranks: int) -> bool:

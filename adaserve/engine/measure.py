@@ -115,6 +115,11 @@ def measure(
     try:
         verifying = _Timed(room, [target], _verify_step(target), grid.repeats, progress, "verify")
         verify = _sweep(verifying, grid.verify_tokens, 4, grid)
+        if not len(verify):
+            raise ValueError(
+                f"the KV cache has room for {room.slots} tokens, too little for a single request: raise "
+                "--max-total-tokens or --mem-fraction-static"
+            )
         drafts = verify * (1.0, 1.0, 1.0, NO_DRAFT)
         if drafting:
             timed = _Timed(room, drafting, _draft_step(drafting), grid.repeats, progress, "draft")

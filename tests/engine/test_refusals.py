@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import ServerArgs
 
 from adaserve.algorithm import CORES_ENV, refuse_unsupported, size_reserve, tell_what_is_not_used
 from adaserve.config import AdaServeConfig, ConfigError
+from adaserve.engine import measure
 from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
 from adaserve.engine.sources import draft_model
 from adaserve.engine.sources.draft_model import require_same_size, require_same_tokens, require_servable
@@ -31,7 +33,10 @@ def arguments(**changes: Any) -> SimpleNamespace:
         enable_hierarchical_cache=False, enable_streaming_session=False, device="cpu",
         tokenizer_worker_num=1, api_key=None, admin_api_key=None, grpc_port=None,
         smg_grpc_mode=False, grpc_mode=False, dp_size=1, reasoning_parser=None, grammar_backend="xgrammar",
-        enable_strict_thinking=False, enable_memory_saver=False,
+        enable_strict_thinking=False, enable_memory_saver=False, is_embedding=False,
+        attention_backend="adaserve_cpu", prefill_attention_backend=None, decode_attention_backend=None,
+        log_level="INFO", log_level_http=None, max_prefill_tokens=1, prefill_max_requests=None,
+        max_queued_requests=None, decode_log_interval=40, watchdog_timeout=300.0,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -42,6 +47,8 @@ def test_what_is_supported_passes() -> None:
     for backend in ("xgrammar", "none"):
         refuse_unsupported(arguments(reasoning_parser="qwen3", grammar_backend=backend), AdaServeConfig())
     refuse_unsupported(arguments(grammar_backend="llguidance"), AdaServeConfig())
+    refuse_unsupported(arguments(log_level="warn", log_level_http="error"), AdaServeConfig())
+    refuse_unsupported(arguments(attention_backend="triton", device="cuda"), AdaServeConfig())
     for flag in ("enable_strict_thinking", "enable_memory_saver"):
         refuse_unsupported(arguments(device="cuda", **{flag: True}), AdaServeConfig())
     refuse_unsupported(arguments(speculative_draft_model_path=None), AdaServeConfig(drafts="suffix"))
@@ -167,6 +174,16 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
         ({"reasoning_parser": "qwen3", "grammar_backend": "outlines"}, "remove --reasoning-parser"),
         ({"enable_strict_thinking": True}, "--enable-strict-thinking"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"is_embedding": True}, "--is-embedding"),
+        ({"attention_backend": "triton"}, "remove --attention-backend"),
+        ({"prefill_attention_backend": "torch_native"}, "--prefill-attention-backend"),
+        ({"decode_attention_backend": "torch_native"}, "--decode-attention-backend"),
+        ({"log_level": "warn"}, "no log level warn: give --log-level-http critical"),
+        ({"max_prefill_tokens": 0}, "--max-prefill-tokens 0"),
+        ({"prefill_max_requests": 0}, "--prefill-max-requests 0"),
+        ({"max_queued_requests": 0}, "--max-queued-requests 0"),
+        ({"decode_log_interval": 0}, "--decode-log-interval 0"),
+        ({"watchdog_timeout": 0.0}, "--watchdog-timeout 0.0"),
     ],
 )
 def test_refusals_name_the_remedy(changes: dict[str, Any], remedy: str) -> None:
@@ -378,3 +395,10 @@ def test_flags_that_are_not_used_are_not_silently_lost(caplog: pytest.LogCapture
         " --enable-mixed-chunk has no effect: verification shares no forward with a prefill",
         " --speculative-accept-threshold-acc has no effect: all text is exactly the target's",
     ]
+
+
+def test_a_pool_without_room_for_a_request() -> None:
+    device = SimpleNamespace(target=None, mark=lambda: SimpleNamespace(wait=lambda: None))
+    room = measure.Room(device, torch.zeros(4, 64, dtype=torch.int32), 1, 4, 64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"room for 1 tokens.* raise --max-total-tokens"):
+        measure.measure(room, [], measure.FULL)
