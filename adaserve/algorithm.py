@@ -220,6 +220,10 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             "SGLang's memory saver needs a GPU: remove --enable-memory-saver",
         ),
         (
+            args.enable_forward_pass_metrics and not on_device(args.device),
+            "SGLang times its forwards on GPUs only: remove --enable-forward-pass-metrics",
+        ),
+        (
             args.enable_strict_thinking and not on_device(args.device),
             "SGLang filters the tokens of thoughts on GPUs only: remove --enable-strict-thinking",
         ),
