@@ -16,12 +16,13 @@ import transformers
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import ServerArgs
 
-from adaserve.algorithm import CORES_ENV, refuse_unsupported, size_reserve, tell_what_is_not_used
+from adaserve.algorithm import size_reserve, tell_what_is_not_used
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.engine import measure
 from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
 from adaserve.engine.sources import draft_model
 from adaserve.engine.sources.draft_model import require_same_size, require_same_tokens, require_servable
+from adaserve.refusals import CORES_ENV, refuse_unsupported
 from tests.engine.conftest import adaserve_server
 from tests.engine.pairs import VOCAB
 

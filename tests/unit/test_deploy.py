@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from sglang.srt.observability import metrics_collector
 from sglang.srt.server_args import ServerArgs
 
-from adaserve.algorithm import refuse_unsupported
 from adaserve.config import AdaServeConfig
+from adaserve.refusals import refuse_unsupported
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.prometheus import ServerMetrics

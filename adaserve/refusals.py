@@ -1,0 +1,168 @@
+"""Settings of SGLang that ADASERVE cannot serve, each with the flag to change."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from uvicorn.config import LOG_LEVELS
+
+from adaserve.config import AdaServeConfig, ConfigError
+from adaserve.host import ATTENTION_BACKEND, on_device
+
+CORES_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
+"""SGLang's: the cores of each rank on a CPU, such as 0-3|4-7; "all" counts as unset."""
+
+_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
+"""What a header can carry, and can be compared with."""
+
+Refusals = Iterator[tuple[bool, str]]
+"""Whether something is asked for that is not served, and what to do about it."""
+
+
+def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
+    """Raises ConfigError with the remedy for a combination that ADASERVE cannot serve. ``args``: SGLang's
+    ``ServerArgs``."""
+    refusals = [*_of_drafts(args, config), *_of_ranks(args, config), *_of_http(args), *_of_engine(args)]
+    if not on_device(args.device):
+        refusals += _of_cpus(args)
+    for is_refused, reason in refusals:
+        if is_refused:
+            raise ConfigError(f"--speculative-algorithm ADASERVE: {reason}")
+
+
+def _of_drafts(args: Any, config: AdaServeConfig) -> Refusals:
+    path = args.speculative_draft_model_path
+    yield (
+        config.has_model and config.medusa is None and not path,
+        "a draft model is missing: add --speculative-draft-model-path, or serve without one: "
+        '--adaserve-drafts suffix, or ADASERVE_CONFIG=\'{"drafts": "suffix"}\' for sgl.Engine',
+    )
+    yield (
+        not config.has_model and bool(path),
+        f"drafts are {config.drafts}, so a draft model would not be used: remove "
+        "--speculative-draft-model-path",
+    )
+    yield (
+        config.medusa is not None and bool(path),
+        "Medusa heads draft in place of a draft model: remove --speculative-draft-model-path",
+    )
+    yield (
+        config.medusa is not None and args.tp_size > 1,
+        "Medusa heads are not shared between ranks: use --tp-size 1",
+    )
+
+
+def _of_ranks(args: Any, config: AdaServeConfig) -> Refusals:
+    yield (
+        args.tp_size > 1 and config.prefill == "slack",
+        "tensor-parallel ranks must prefill alike, and not by the clock: remove --adaserve-prefill slack",
+    )
+    yield args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"
+    yield (
+        args.attn_dp_size > 1,  # SGLang makes this of --enable-dp-attention
+        "data-parallel attention is not supported: remove --attn-dp-size and --enable-dp-attention",
+    )
+    yield (
+        args.disaggregation_mode not in (None, "null"),
+        "prefill/decode disaggregation is not supported: remove --disaggregation-mode",
+    )
+
+
+def _of_http(args: Any) -> Refusals:
+    from sglang.srt.environ import envs
+
+    yield (
+        args.tokenizer_worker_num > 1 and bool(args.api_key or args.admin_api_key),
+        "keys are checked by a single HTTP process only: remove --tokenizer-worker-num, or leave "
+        "the keys to a proxy",
+    )
+    yield (
+        not all(_KEY.fullmatch(key) for key in (args.api_key, args.admin_api_key) if key is not None),
+        "an empty key lets everybody in, and HTTP headers carry ASCII alone, without spaces at the ends: "
+        "give --api-key and --admin-api-key such values, or leave them out",
+    )
+    yield (
+        envs.SGLANG_RUST_SERVER.get(),
+        "the Rust HTTP server bypasses the checks of requests and their SLOs: unset SGLANG_RUST_SERVER",
+    )
+    yield (
+        bool(args.grpc_port or args.smg_grpc_mode or args.grpc_mode or envs.SGLANG_GRPC_PORT.get()),
+        "requests over gRPC would be unchecked and without SLOs: remove --grpc-port and --smg-grpc-mode, and "
+        "unset SGLANG_GRPC_PORT",
+    )
+    yield (
+        envs.SGLANG_ENABLE_REQUEST_DECOMPRESSION.get(),
+        "nothing limits what a compressed body may hold: unset SGLANG_ENABLE_REQUEST_DECOMPRESSION",
+    )
+    level = args.log_level_http or args.log_level
+    yield (
+        level.lower() not in LOG_LEVELS,
+        f"the HTTP server has no log level {level}: give --log-level-http {', '.join(LOG_LEVELS)}",
+    )
+
+
+def _of_engine(args: Any) -> Refusals:
+    yield (args.page_size or 1) > 1, f"page size {args.page_size} is not supported: use --page-size 1"
+    yield bool(args.enable_lora or args.lora_paths), "LoRA adapters are not supported: remove --lora-paths"
+    yield args.is_embedding, "embeddings are not served: remove --is-embedding"
+    yield (
+        args.enable_return_hidden_states,
+        "hidden states are not returned: remove --enable-return-hidden-states",
+    )
+    yield (
+        bool(args.reasoning_parser) and args.grammar_backend in ("llguidance", "outlines"),
+        f"SGLang compiles no {args.grammar_backend} grammar behind a reasoning parser: use "
+        "--grammar-backend xgrammar, or remove --reasoning-parser",
+    )
+    yield (
+        args.enable_streaming_session,
+        "streaming sessions keep the KV of candidates that were not accepted: remove "
+        "--enable-streaming-session (ordinary sessions are served)",
+    )
+    yield (
+        args.enable_hierarchical_cache,
+        "the hierarchical cache is not supported: remove --enable-hierarchical-cache",
+    )
+    # With less than 1 a server hangs, or ends at its first request.
+    names = ("max_prefill_tokens", "prefill_max_requests", "max_queued_requests", "decode_log_interval")
+    for name in (*names, "watchdog_timeout"):
+        value, flag = getattr(args, name), name.replace("_", "-")
+        yield value is not None and value < 1, f"--{flag} {value} would serve nobody: give at least 1"
+
+
+def _of_cpus(args: Any) -> Refusals:
+    """What needs a GPU."""
+    yield args.tp_size > 1, "tensor parallelism is not supported on a CPU: use --tp-size 1"
+    yield (
+        args.dp_size > 1 and not _has_cores(args.dp_size),
+        f"--dp-size {args.dp_size} on a CPU needs as many NUMA nodes, or cores for each rank: set "
+        f"{CORES_ENV}, such as to 0-3|4-7, or start several servers (adaserve fleet up)",
+    )
+    backends = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
+    yield (
+        any(backend not in (None, ATTENTION_BACKEND) for backend in backends),
+        "on a CPU only AdaServe's own attention reads trees: remove --attention-backend, "
+        "--prefill-attention-backend and --decode-attention-backend",
+    )
+    yield (
+        args.enable_memory_saver,
+        "SGLang's memory saver needs a GPU: remove --enable-memory-saver",
+    )
+    yield (
+        args.enable_forward_pass_metrics,
+        "SGLang times its forwards on GPUs only: remove --enable-forward-pass-metrics",
+    )
+    yield (
+        args.enable_strict_thinking,
+        "SGLang filters the tokens of thoughts on GPUs only: remove --enable-strict-thinking",
+    )
+
+
+def _has_cores(ranks: int) -> bool:
+    """Whether SGLang finds cores on this host for so many ranks: otherwise its schedulers end."""
+    from sglang.srt.utils import get_cpu_ids_by_node
+
+    return os.environ.get(CORES_ENV, "all") != "all" or ranks <= len(get_cpu_ids_by_node())
