@@ -170,19 +170,24 @@ def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         server.assert_idle_and_clean()
 
 
-@pytest.fixture(scope="session")
-def alone(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def alone_server(folder: Path, pair: Path, **flags: Any) -> tuple[Server, Probe]:
     """No draft model: the target drafts for itself and reads another part of each context in every iteration;
     little KV, requests taken back."""
-    server, probe = adaserve_server(
-        tmp_path_factory.mktemp("alone"),
+    return adaserve_server(
+        folder,
         pair,
         None,
         {**ALONE, "policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
         {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "windows": [0, 16, 17, 40, 100]},
         overlap=True,
-        **{**TIGHT, "context-length": 512},  # longer than what its KV pool holds
+        **{**TIGHT, **flags},
     )
+
+
+@pytest.fixture(scope="session")
+def alone(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """With contexts longer than what its KV pool holds."""
+    server, probe = alone_server(tmp_path_factory.mktemp("alone"), pair, **{"context-length": 512})
     with server.running(zygote):
         yield Served("alone", server, probe)
         server.assert_idle_and_clean()

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from adaserve.host import DEVICE_PATH_ENV
-from tests.engine.conftest import ALONE, POLICIES, TIGHT, Served, adaserve_server
+from tests.engine.conftest import POLICIES, TIGHT, Served, adaserve_server, alone_server
 from tests.engine.harness import Job, Server, Zygote, run_jobs, workload
 from tests.engine.test_features import PROMPTS, assert_equal_answers, greedy
 from tests.engine.test_grammar import GRAMMARS, job
@@ -115,16 +115,7 @@ def test_greedy_with_a_head_is_the_target_alone(
 
 @pytest.fixture(scope="module")
 def alone_device(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The target drafts for itself, and reads another part of each context in every iteration."""
-    server, probe = adaserve_server(
-        tmp_path_factory.mktemp("alone_device"),
-        pair,
-        None,
-        {**ALONE, "policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
-        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "windows": [0, 16, 17, 40, 100]},
-        overlap=True,
-        **TIGHT,
-    )
+    server, probe = alone_server(tmp_path_factory.mktemp("alone_device"), pair)
     server.environment[DEVICE_PATH_ENV] = "1"
     with server.running(zygote):
         yield Served("alone_device", server, probe)
