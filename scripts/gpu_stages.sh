@@ -28,6 +28,7 @@
 # Settings: PAIR=small for the small pair throughout, ATTENTION=triton to leave FlashInfer out, FLAGS for more
 # flags of all servers (FLAGS= for none, also of those that an earlier stage has found to be needed), LIMIT for the
 # seconds (240) that compilers, the making of the pair, a server's start and a stage of the check may take each,
+# DRAFT=eagle3 for the embedded EAGLE-3 head in place of the draft model, against SGLang's EAGLE3,
 # SIZES="--batches 1,8 ..." for other sizes (the same in all stages), EVERY=1 for kernels that the embedded pairs
 # do not use (bf16, heads of 128 dimensions), TOGETHER=1 to start the servers of a check side by side before
 # any of them is measured (the GPU must have room for all: 140 GB for those of the large pair, each with a smaller
@@ -151,11 +152,11 @@ within() { # within SECONDS COMMAND...: and not beyond the deadline; 124 or 137 
 }
 
 folder() { # of the checks that have such a name, with the parts that are in use
-  echo "$1-$ATTENTION${SGLANG_FORCE_FUSED_OP_BACKEND:+-torch}${TOGETHER:+-together}${FLAGS//[ \/]/}"
+  echo "$1${DRAFT:+-$DRAFT}-$ATTENTION${SGLANG_FORCE_FUSED_OP_BACKEND:+-torch}${TOGETHER:+-together}${FLAGS//[ \/]/}"
 }
 
 gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
-  local folder size=$2 words=(${AGAIN:+--again} ${TOGETHER:+--together}) cache=300000
+  local folder size=$2 words=(${AGAIN:+--again} ${TOGETHER:+--together} ${DRAFT:+--draft-kind "$DRAFT"}) cache=300000
   folder=$(folder "$1")
   shift 2
   for only in "$@"; do words+=(--only "$only"); done
@@ -238,7 +239,7 @@ kernels() {
   remember PAIR
   rm -f "$work/kernels.json"
   if [ "$PAIR" = large ]; then
-    within "$LIMIT" "$PYTHON" -m adaserve.bench.gpu_check.shapes >"$work/widening.log" 2>&1 &
+    within "$LIMIT" "$PYTHON" -m adaserve.bench.gpu_check.shapes ${DRAFT:-} >"$work/widening.log" 2>&1 &
     making=$!
   fi
   # A kernel that compiles until the deadline must not cost what the others found.

@@ -47,6 +47,14 @@ class HeadShape:
             tied=False,
         )
 
+    def parameters(self, target: Shape) -> int:
+        """Of the whole head, whose embedding is the target's."""
+        own = self.over(target)
+        one_table = replace(own, tied=True).parameters
+        read_besides = own.hidden * own.head_dim * (own.heads + 2 * own.kv_heads)
+        projection = len(self.layers) * own.hidden**2
+        return one_table + read_besides + projection + own.hidden
+
 
 class HeadLayer(Block):
     """A decoder layer that reads an embedding and a hidden state side by side; the latter is its residual."""
@@ -197,7 +205,8 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return mixed
 
 
-_LAYER = "midlayer."
+HEAD_LAYER = "midlayer."
+"""What the names of its layer's weights begin with."""
 
 
 def _split(head: EagleHead) -> dict[str, Tensor]:
@@ -206,12 +215,12 @@ def _split(head: EagleHead) -> dict[str, Tensor]:
     kv = own.kv_heads * own.head_dim
     q, k, v = layer.qkv.weight.split([own.heads * own.head_dim, kv, kv])
     gate, up = layer.gate_up.weight.chunk(2)
-    attention, mlp = _LAYER + "self_attn.", _LAYER + "mlp."
+    attention, mlp = HEAD_LAYER + "self_attn.", HEAD_LAYER + "mlp."
     return {
         "fc.weight": head.fc.weight,
-        _LAYER + "input_layernorm.weight": layer.attn_norm.weight,
-        _LAYER + "hidden_norm.weight": layer.hidden_norm.weight,
-        _LAYER + "post_attention_layernorm.weight": layer.mlp_norm.weight,
+        HEAD_LAYER + "input_layernorm.weight": layer.attn_norm.weight,
+        HEAD_LAYER + "hidden_norm.weight": layer.hidden_norm.weight,
+        HEAD_LAYER + "post_attention_layernorm.weight": layer.mlp_norm.weight,
         attention + "q_proj.weight": q,
         attention + "k_proj.weight": k,
         attention + "v_proj.weight": v,
@@ -224,17 +233,27 @@ def _split(head: EagleHead) -> dict[str, Tensor]:
     }
 
 
-def head_config(head: EagleHead) -> dict[str, Any]:
+def head_config(shape: HeadShape, target: Shape) -> dict[str, Any]:
     """``config.json`` as SGLang reads it."""
-    config = hf_config(head.layer.shape)
+    config = hf_config(shape.over(target))
     config |= {
         "architectures": [EAGLE3],
-        "vocab_size": head.target_shape.vocab,
-        "draft_vocab_size": head.shape.vocab,
+        "vocab_size": target.vocab,
+        "draft_vocab_size": shape.vocab,
         # SGLang counts the outputs of layers, so that layer i's input is i - 1.
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in head.shape.layers]},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in shape.layers]},
     }
     return config
+
+
+def head_shape_of(config: dict[str, Any]) -> HeadShape:
+    """Of a ``config.json`` like that."""
+    return HeadShape(
+        tuple(i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
+        config["draft_vocab_size"],
+        config["intermediate_size"],
+        config["num_key_value_heads"],
+    )
 
 
 def save_head(head: EagleHead, folder: Path) -> None:
@@ -249,18 +268,14 @@ def save_head(head: EagleHead, folder: Path) -> None:
     known[ids] = True
     tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
     save_file(tensors, folder / PLAIN_NAME, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(head_config(head), indent=2) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(head_config(head.shape, head.target_shape), indent=2) + "\n"
+    )
 
 
 def load_head(folder: Path, target: TinyLlama) -> EagleHead:
     """A head that ``save_head`` wrote, or its shipped form."""
-    config = json.loads((folder / "config.json").read_text())
-    shape = HeadShape(
-        tuple(i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
-        config["draft_vocab_size"],
-        config["intermediate_size"],
-        config["num_key_value_heads"],
-    )
+    shape = head_shape_of(json.loads((folder / "config.json").read_text()))
     stored = read_weights(folder)
     head = EagleHead(target, shape, stored["d2t"] + torch.arange(shape.vocab))
     with torch.no_grad():

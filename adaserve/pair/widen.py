@@ -1,15 +1,6 @@
-"""Makes the shipped target as expensive as a model of a chosen size without changing what it says.
+"""Makes the shipped models as expensive as models of a chosen size without changing what they say.
 
-New MLP columns and attention heads get small random input weights and zero output weights; new layers get
-zero output weights in attention and MLP alike. All add exactly nothing to the residual stream, yet every
-weight is read and multiplied like any other, so the cost of a forward is that of a model of the requested
-size.
-
-A residual stream of more dimensions is the old one and zeros. That makes the mean square under each RMSNorm
-smaller, so the norms' weights shrink with it (exactly, in float16, when the size grows by a power of four),
-and so does their epsilon. New rows of the vocabulary must never win: one new dimension holds a small constant
-in every token, which the layers ignore, and the last norm lifts it until those rows' logits are far below all
-others.
+``widened_tensors`` says how; here are their sizes, and the folders that they are written to.
 """
 
 from __future__ import annotations
@@ -22,18 +13,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.progress import track
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from adaserve.draft_kind import medusa_folder
+from adaserve.pair.eagle import HeadShape, head_config, head_shape_of
 from adaserve.pair.folders import (
+    HEAD,
     PLAIN_NAME,
     PairError,
     cache_folder,
@@ -44,15 +34,11 @@ from adaserve.pair.folders import (
 )
 from adaserve.pair.packed import read_weights, unpack
 from adaserve.pair.shape import Shape, hf_config, parse_size, shape_of
+from adaserve.pair.widened_tensors import head_tensors, model_tensors
 
 DEFAULT_PARAMETERS = 100_000_000
 _FORMAT = 2  # part of the cache key: raise it when the files below change
 _WIDTH_STEP = 256  # widths that divide evenly over SIMD lanes and tensor-parallel ranks
-_NEW_WEIGHT_STD = 0.02
-_NOISE_WEIGHTS = (1 << 22) - 3  # made once and repeated: billions of random numbers would take minutes
-_CONSTANT, _LIFT = 2.0**-9, 2.0**15
-"""What every token holds in the new dimension, and by how much the last norm lifts that: the constant adds
-less to the mean square than float16 resolves, and logits of new tokens end up below -20."""
 _SHARD_BYTES = 2_000_000_000
 
 
@@ -84,6 +70,14 @@ class Width:
         return "-".join(parts)
 
 
+@dataclass(frozen=True)
+class HeadSize:
+    """What to widen an EAGLE-3 head to, over a widened target: total parameters, and tokens that it knows."""
+
+    parameters: int
+    vocabulary: int
+
+
 def widened_shape(shape: Shape, width: Width) -> Shape:
     """The nearest shape with at least the shipped MLP width. Raises PairError."""
     deeper = replace(shape, layers=shape.layers + width.extra_layers)
@@ -103,98 +97,13 @@ def widened_shape(shape: Shape, width: Width) -> Shape:
             vocab=width.vocabulary or shape.vocab,
             tied=not width.vocabulary,
         )
-    per_column = 3 * deeper.hidden * deeper.layers
     missing = width.parameters - replace(deeper, mlp=0).parameters
-    columns = round(missing / per_column / _WIDTH_STEP) * _WIDTH_STEP
-    return replace(deeper, mlp=max(columns, shape.mlp))
+    return replace(deeper, mlp=max(_columns(missing, deeper), shape.mlp))
 
 
-class _Noise:
-    """Small random weights of any number, out of one store."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._store = torch.randn(_NOISE_WEIGHTS, generator=generator).mul_(_NEW_WEIGHT_STD).half()
-        self._next = 0
-
-    def fill(self, out: Tensor) -> None:
-        flat, done = out.view(-1), 0
-        while done < flat.numel():
-            count = min(flat.numel() - done, _NOISE_WEIGHTS - self._next)
-            flat[done : done + count] = self._store[self._next : self._next + count]
-            done, self._next = done + count, (self._next + count) % _NOISE_WEIGHTS
-
-
-def _padded(weight: Tensor, rows: int, columns: int, noise: _Noise | None = None) -> Tensor:
-    """The weight in the upper left corner of a larger one, which is zero or (with `noise`) random."""
-    if noise is None:
-        out = torch.zeros(rows, columns, dtype=torch.float16)
-    else:
-        noise.fill(out := torch.empty(rows, columns, dtype=torch.float16))
-    out[: weight.shape[0], : weight.shape[1]] = weight
-    return out
-
-
-def _norm(weight: Tensor, shape: Shape) -> Tensor:
-    """A norm's weights for the wider stream, whose first new dimension (the constant's) it blocks."""
-    old = weight.shape[0]
-    if old == shape.hidden:
-        return weight
-    out = torch.ones(shape.hidden)
-    out[:old] = weight.float() * sqrt(old / shape.hidden)
-    out[old] = 0.0
-    return out.half()
-
-
-def _layer(old: dict[str, Tensor] | None, hidden: int, shape: Shape, noise: _Noise) -> dict[str, Tensor]:
-    """One widened layer by short names; `old` (of size `hidden`) is None for a layer that adds nothing."""
-    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes = {
-        "self_attn.q_proj.weight": (heads, shape.hidden),
-        "self_attn.k_proj.weight": (kv, shape.hidden),
-        "self_attn.v_proj.weight": (kv, shape.hidden),
-        "self_attn.o_proj.weight": (shape.hidden, heads),
-        "mlp.gate_proj.weight": (shape.mlp, shape.hidden),
-        "mlp.up_proj.weight": (shape.mlp, shape.hidden),
-        "mlp.down_proj.weight": (shape.hidden, shape.mlp),
-    }
-    writes_residual = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-    layer = {}
-    for name, (rows, columns) in sizes.items():
-        base = torch.zeros(0, 0, dtype=torch.float16) if old is None else old[name]
-        layer[name] = _padded(base, rows, columns, None if name in writes_residual else noise)
-    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-        weight = torch.ones(hidden, dtype=torch.float16) if old is None else old[name]
-        layer[name] = _norm(weight, shape)
-    return layer
-
-
-def _outside_layers(source: dict[str, Tensor], old: Shape, new: Shape) -> dict[str, Tensor]:
-    """Embedding, last norm, and the output layer where new tokens need one of their own."""
-    tensors = {name: tensor for name, tensor in source.items() if not name.startswith("model.layers.")}
-    if new.hidden == old.hidden:
-        return tensors
-    table, norm = "model.embed_tokens.weight", "model.norm.weight"
-    small = tensors[table]
-    tensors[table] = _padded(small, new.vocab, new.hidden)
-    tensors[norm] = _norm(tensors[norm], new)
-    if not new.tied:
-        tensors["lm_head.weight"] = _padded(small, new.vocab, new.hidden)
-        tensors["lm_head.weight"][old.vocab :, old.hidden] = -1.0
-        tensors[table][:, old.hidden] = _CONSTANT
-        tensors[norm][old.hidden] = _LIFT
-    return tensors
-
-
-def _tensors(source: dict[str, Tensor], old: Shape, new: Shape) -> Iterator[dict[str, Tensor]]:
-    """The widened model in portions of one layer."""
-    noise = _Noise()
-    yield _outside_layers(source, old, new)
-    for index in track(range(new.layers), description="Widening the model"):
-        prefix = f"model.layers.{index}."
-        present = {n.removeprefix(prefix): t for n, t in source.items() if n.startswith(prefix)}
-        layer = _layer(present if index < old.layers else None, old.hidden, new, noise)
-        yield {prefix + name: tensor for name, tensor in layer.items()}
+def _columns(parameters: int, shape: Shape) -> int:
+    """Of the MLPs that have about so many parameters in all."""
+    return round(parameters / (3 * shape.hidden * shape.layers) / _WIDTH_STEP) * _WIDTH_STEP
 
 
 def _save(portions: Iterator[dict[str, Tensor]], folder: Path) -> None:
@@ -239,9 +148,30 @@ def widen(source: Path, out: Path, width: Width) -> Shape:
     _require_disk(out.parent, 2 * new.parameters)
     with _published(out) as folder:
         copy_companions(source, folder)
-        _save(_tensors(read_weights(source), old, new), folder)
+        _save(model_tensors(read_weights(source), old, new), folder)
         more = {"rms_norm_eps": config["rms_norm_eps"] * old.hidden / new.hidden}
         (folder / "config.json").write_text(json.dumps({**config, **hf_config(new), **more}, indent=2) + "\n")
+    return new
+
+
+def widen_head(source: Path, target: Path, out: Path, size: HeadSize) -> HeadShape:
+    """Writes the head in `source` for a widened `target` to the new folder `out`. Raises PairError."""
+    config, wide = (json.loads((folder / "config.json").read_text()) for folder in (source, target))
+    old, small, over = head_shape_of(config), shape_of(config), shape_of(wide)
+    most = old.vocab + over.vocab - small.vocab
+    if not old.vocab <= size.vocabulary <= most:
+        raise PairError(
+            f"the head cannot know {size.vocabulary} tokens of this target: give {old.vocab} to {most}"
+        )
+    new = HeadShape(old.layers, size.vocabulary, 0, over.kv_heads)
+    new = replace(new, mlp=max(_columns(size.parameters - new.parameters(over), new.over(over)), old.mlp))
+    _require_disk(out.parent, 2 * new.parameters(over))
+    with _published(out) as folder:
+        copy_companions(source, folder)
+        _save(iter((head_tensors(read_weights(source), old, new, small, over),)), folder)
+        eps = config["rms_norm_eps"] * small.hidden / over.hidden
+        made = {**config, **head_config(new, over), "rms_norm_eps": eps}
+        (folder / "config.json").write_text(json.dumps(made, indent=2) + "\n")
     return new
 
 
@@ -340,4 +270,15 @@ def ensure_widened(model: str, width: Width) -> Path:
     folder = cache_folder() / f"{model}-{width.name}-{_digest(weights / model)}"
     if not is_whole(folder):
         widen(weights / model, folder, width)
+    return folder
+
+
+def ensure_widened_head(target: Path, size: HeadSize) -> Path:
+    """The folder of the shipped EAGLE-3 head for a widened ``target``, made in the cache at first use. Raises
+    PairError."""
+    source = shipped_draft(HEAD)
+    name = f"{HEAD}-{size.parameters}-{size.vocabulary}-tokens-{_digest(source)}-of-{target.name}"
+    folder = cache_folder() / name
+    if not is_whole(folder):
+        widen_head(source, target, folder, size)
     return folder

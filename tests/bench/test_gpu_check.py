@@ -971,9 +971,11 @@ def test_a_pair_that_does_not_fit_is_not_made(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("adaserve.bench.gpu_check.facts.gpu", lambda: {"memory_gib": 23.6})
     with pytest.raises(ServerError, match=r"this GPU has 23\.6 GiB.* give --size small"):
         _costs(dry=False, size=None)
-    assert _costs(dry=False, size="small")[1] is None
+    assert _costs(dry=False, size="small")[1] == shapes.Shipped("draft")
+    assert _costs(dry=True, size=None, kind="eagle3")[1] == shapes.Shipped("eagle3")
     monkeypatch.setattr("adaserve.bench.gpu_check.facts.gpu", lambda: {"memory_gib": 79.2})
     assert _costs(dry=False, size=None) == (shapes.LARGE_TARGET, shapes.LARGE_DRAFT)
+    assert _costs(dry=False, size=None, kind="eagle3") == (shapes.LARGE_TARGET, shapes.LARGE_HEAD)
 
 
 def test_the_large_pair_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -1005,11 +1007,11 @@ def test_a_small_pair_does_not_wait_for_a_large_one(monkeypatch: pytest.MonkeyPa
         return tmp_path
 
     def small() -> None:
-        found.append(shapes.widened_pair(shapes.Cost("100M", 0), None))
+        found.append(shapes.widened_pair(shapes.Cost("100M", 0), shapes.Shipped()))
         is_made.set()
 
     monkeypatch.setattr(shapes, "ensure_widened", ensure)
-    monkeypatch.setattr(shapes, "shipped_draft", lambda: tmp_path)
+    monkeypatch.setattr(shapes, "shipped_draft", lambda _: tmp_path)
     with ThreadPoolExecutor(2) as pool:
         large = pool.submit(shapes.widened_pair, shapes.LARGE_TARGET, shapes.LARGE_DRAFT)
         pool.submit(small).result()

@@ -239,6 +239,20 @@ def test_more_flags_are_another_check(host: Path) -> None:
     assert (folder, last) == ("check-large-auto--mem-fraction-static0.8", "0.8")
 
 
+def test_the_head_is_another_check(host: Path) -> None:
+    """Of all stages, and it is the head that is made while kernels compile."""
+    fake = fake_python(host, 'echo "$*"')
+    done = run(host, "kernels", "smoke", "profile", PYTHON=fake, DRAFT="eagle3")
+    assert [folder for folder, _, _ in checks(done.stdout)] == [
+        "smoke-eagle3-auto",
+        "check-large-eagle3-auto",
+    ]
+    lines = [line for line in done.stdout.splitlines() if "gpu-check" in line]
+    assert len(lines) == 2 and all("--draft-kind eagle3" in line for line in lines)
+    (made,) = saved(host, "widening.log")
+    assert made.split() == ["-m", "adaserve.bench.gpu_check.shapes", "eagle3"]
+
+
 def test_the_large_pair_alone_is_no_reason_to_turn_anything_off(host: Path) -> None:
     """It may have run out of memory or of time, and the same stages with Triton would again."""
     unfit = 'case "$*" in *"targets"*) exit 1;; *check-large*) echo "$*"; exit 2;; *) echo "$*";; esac'

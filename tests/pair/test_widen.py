@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import draft_kind
@@ -20,17 +23,26 @@ from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.observed import observe
 from adaserve.pair.packed import pack, read_weights, unpack
 from adaserve.pair.shape import Shape, parse_size, shape_of
-from adaserve.pair.widen import LEFT_S, Width, ensure_embedded_pair, widen, widened_shape
+from adaserve.pair.widen import (
+    LEFT_S,
+    HeadSize,
+    Width,
+    ensure_embedded_pair,
+    widen,
+    widen_head,
+    widened_shape,
+)
 from adaserve.server import ServerSpec
+from tests.engine.heads import Head
 
 TOKENS = torch.arange(30)[None]
 SMALL = Shape(vocab=97, hidden=32, layers=2, mlp=48, heads=4, kv_heads=2)
 
 
-def make_model(folder: Path, seed: int = 0) -> TinyLlama:
+def make_model(folder: Path, seed: int = 0, shape: Shape = SMALL) -> TinyLlama:
     """A random model in which every block matters (training starts from blocks that do nothing)."""
     torch.manual_seed(seed)
-    model = TinyLlama(SMALL)
+    model = TinyLlama(shape)
     with torch.no_grad():
         for weight in model.parameters():
             mean, spread = (1.0, 0.1) if weight.ndim == 1 else (0.0, 0.2)
@@ -81,6 +93,69 @@ def test_a_wider_stream_says_the_same(tmp_path: Path, times: int, vocabulary: in
     assert shape.head_dim == SMALL.head_dim and shape.heads == SMALL.heads * times // 2
     assert shape_of(json.loads((tmp_path / "wide" / "config.json").read_text())) == shape
     assert wide.num_parameters() == shape.parameters
+
+
+def make_head(folder: Path, target: TinyLlama) -> None:
+    torch.manual_seed(3)
+    head = EagleHead(target, HeadShape((0, 1, 2), vocab=30, mlp=24, kv_heads=1), torch.arange(5, 35))
+    with torch.no_grad():
+        for weight in head.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.randn_like(weight))
+    save_head(head, folder)
+
+
+def drafts(target: Path, head: Path, text: Tensor, after: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """States and logits of a head that has read ``text``, then those that it has read ``after`` it, on its
+    own states."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tensors = load_file(head / "model.safetensors")
+    ids = tensors.pop("d2t") + torch.arange(len(tensors["lm_head.weight"]))
+    assert tensors.pop("t2d").nonzero()[:, 0].tolist() == sorted(ids.tolist())
+    module = Head(SimpleNamespace(config=LlamaConfig.from_pretrained(head)), ids)
+    module.load_state_dict(tensors)
+    module.target = [LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)]
+    before, tokens, found = module.target_states(text), text, []
+    with torch.no_grad():
+        for token in after.unbind(1):
+            tokens = torch.cat((tokens, token[:, None]), 1)
+            states = module(tokens[:, 1:], before)
+            before = torch.cat((before, states[:, -1:]), 1)
+            found.append((states, module.logits(states)))
+    return found
+
+
+@pytest.mark.parametrize("times", [1, 4, 16])
+def test_a_wider_head_drafts_the_same(tmp_path: Path, times: int) -> None:
+    make_head(tmp_path / "head", make_model(tmp_path / "small", shape=replace(SMALL, layers=3)))
+    stream = {} if times == 1 else {"hidden": times * SMALL.hidden, "vocabulary": 300}
+    over = widen(tmp_path / "small", tmp_path / "wide", Width(2_000_000, 1, **stream))
+    size = HeadSize(1_500_000, 30 if times == 1 else 80)
+    shape = widen_head(tmp_path / "head", tmp_path / "wide", tmp_path / "wide-head", size)
+    text, after = torch.randint(0, SMALL.vocab, (2, 3, 20), generator=torch.Generator().manual_seed(1))
+    small, wide = (
+        drafts(tmp_path / target, tmp_path / head, text, after[:, :3])
+        for target, head in (("small", "head"), ("wide", "wide-head"))
+    )
+    for (states, logits), (wide_states, wide_logits) in zip(small, wide, strict=True):
+        torch.testing.assert_close(wide_states[..., : SMALL.hidden], states, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(wide_logits[..., :30], logits, rtol=1e-4, atol=1e-4)
+        assert (wide_logits[..., 30:] < logits.amin() - 20).all()
+    tensors = load_file(tmp_path / "wide-head" / "model.safetensors")
+    floating = [t for t in tensors.values() if t.is_floating_point()]
+    assert sum(t.numel() for t in floating) == shape.parameters(over) == pytest.approx(1_500_000, rel=0.2)
+    assert all(t.dtype == torch.float16 for t in floating)
+    new = tensors["midlayer.self_attn.q_proj.weight"][2 * SMALL.head_dim :].float()
+    assert 0.01 < new.std() < 0.04, "real work"
+
+
+def test_an_odd_wider_head_is_refused(tmp_path: Path) -> None:
+    make_head(tmp_path / "head", make_model(tmp_path / "small", shape=replace(SMALL, layers=3)))
+    widen(tmp_path / "small", tmp_path / "wide", Width(10**6, 0, 4 * SMALL.hidden, 300))
+    for vocabulary in (29, 234):
+        with pytest.raises(PairError, match=f"cannot know {vocabulary} tokens.* give 30 to 233"):
+            widen_head(tmp_path / "head", tmp_path / "wide", tmp_path / "out", HeadSize(10**6, vocabulary))
 
 
 def test_an_odd_wider_stream_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from adaserve.bench.gpu_check.findings import CheckPlan
-    from adaserve.bench.gpu_check.shapes import Cost
+    from adaserve.bench.gpu_check.shapes import Cost, Draft
 
 
 def gpu_check(
@@ -42,6 +42,10 @@ def gpu_check(
             show_default="large; small on a CPU",
         ),
     ] = None,
+    draft_kind: Annotated[
+        Literal["model", "eagle3"],
+        typer.Option(help="Embedded draft: a draft model, or an EAGLE-3 head, against SGLang's EAGLE3."),
+    ] = "model",
     batches: Annotated[
         Any, listed(counts, "Numbers of concurrent requests.", show_default="1,8,32,64")
     ] = None,
@@ -110,9 +114,11 @@ def gpu_check(
             raise ServerError("give both --model-path and --draft-model-path, or neither")
         if model is not None:
             require_models(ServerSpec(model, draft))
+            if draft_kind != "model":
+                raise ServerError("--draft-kind chooses among embedded drafts: leave it out")
         plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, loads=loads, mixed_s=mixed_seconds)
         if model is None or draft is None:
-            model, draft = map(str, widened_pair(*_costs(dry, size)))
+            model, draft = map(str, widened_pair(*_costs(dry, size, draft_kind)))
         common = ("--max-running-requests", str(max(64, *plan.batches)), *split(flags, "--flags"))
         if "--context-length" not in common:
             common += ("--context-length", "4096")
@@ -133,19 +139,24 @@ def gpu_check(
         raise typer.Exit(NO)
 
 
-def _costs(dry: bool, size: str | None) -> tuple[Cost, Cost | None]:
-    """Of the target and of the draft (None = as shipped); a dry run has the shipped target. Raises
-    ServerError."""
+def _costs(dry: bool, size: str | None, kind: str = "model") -> tuple[Cost, Draft]:
+    """Of the target, and the draft; a dry run has the shipped target. Raises ServerError."""
     from adaserve.bench.gpu_check.facts import gpu
-    from adaserve.bench.gpu_check.shapes import LARGE_DRAFT, LARGE_GIB, LARGE_TARGET, Cost
+    from adaserve.bench.gpu_check.shapes import (
+        LARGE_DRAFTS,
+        LARGE_GIB,
+        LARGE_TARGET,
+        SHIPPED_DRAFTS,
+        Cost,
+    )
     from adaserve.server import ServerError
 
     if (size or ("small" if dry else "large")) == "large":
         if (found := gpu()) is not None and found["memory_gib"] < LARGE_GIB:
             has = f"this GPU has {found['memory_gib']:g} GiB"
             raise ServerError(f"{has}, and servers of the large pair need {LARGE_GIB}: give --size small")
-        return LARGE_TARGET, LARGE_DRAFT
-    return Cost("8M" if dry else "100M", 0), None
+        return LARGE_TARGET, LARGE_DRAFTS[kind]
+    return Cost("8M" if dry else "100M", 0), SHIPPED_DRAFTS[kind]
 
 
 def _plan(dry: bool, **given: Any) -> CheckPlan:
