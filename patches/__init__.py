@@ -65,6 +65,7 @@ def is_active() -> bool:
 
 MODULES = {
     "while a server starts": (
+        "propagation",  # of all of them
         "flags",
         "kv_reserve",
         "kv_sizing",

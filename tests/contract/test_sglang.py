@@ -26,6 +26,7 @@ MANAGERS = "sglang.srt.managers"
 OPENAI = "sglang.srt.entrypoints.openai"
 INTERNAL = f"{MANAGERS}.scheduler_components.internal_state.SchedulerInternalStateController"
 TARGETS = {
+    "sglang.srt.plugins.hook_registry._propagate_patch": ["original", "wrapped", "source_module"],
     "sglang.srt.server_args.ServerArgs.add_cli_args": ["parser"],
     "sglang.srt.server_args.ServerArgs.from_cli_args": ["args"],
     "uvicorn.server.Server.handle_exit": ["self", "sig", "frame"],
@@ -325,9 +326,11 @@ MEMBERS = [
 @pytest.fixture(autouse=True, scope="module")
 def targets() -> Iterator[list[str]]:
     """What the hooks of this version register, without leaving them registered."""
+    from sglang.srt.plugins import hook_registry
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     before, kept = list(patches.targets), HookRegistry.register
+    propagate = hook_registry._propagate_patch
     patches.targets.clear()
     HookRegistry.register = staticmethod(lambda *_: None)
     try:
@@ -335,6 +338,7 @@ def targets() -> Iterator[list[str]]:
         yield list(patches.targets)
     finally:
         HookRegistry.register = kept
+        hook_registry._propagate_patch = propagate
         patches.targets[:] = before
 
 
