@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from adaserve.engine.sources import draft_model
 from adaserve.engine.sources.draft_model import require_same_size, require_same_tokens, require_servable
 from adaserve.refusals import CORES_ENV, refuse_unsupported
 from tests.engine.conftest import adaserve_server
+from tests.engine.harness import Zygote
 from tests.engine.pairs import VOCAB
 
 
@@ -359,20 +358,14 @@ def test_bad_configuration(monkeypatch: pytest.MonkeyPatch, json_text: str, mess
     ],
 )
 def test_a_server_that_is_refused_ends_with_the_sentence(
-    pair: Path, tmp_path: Path, second: str | None, flags: dict[str, Any], sentence: str
+    zygote: Zygote, pair: Path, tmp_path: Path, second: str | None, flags: dict[str, Any], sentence: str
 ) -> None:
+    """Before it serves anybody, whether SGLang's first process finds out or a scheduler."""
     config = {} if second is None else {"second_draft": str(pair / second)}
     server, _ = adaserve_server(tmp_path, pair, "noisy", config, **flags)
-    ended = subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", *server.flags],
-        env=server.environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode != 0
-    assert sentence in ended.stderr + ended.stdout
+    with pytest.raises(RuntimeError, match="the server ended"), server.running(zygote):
+        pass
+    assert sentence in server.log.read_text()
 
 
 def test_sizes_of_trees_that_sglang_was_given_are_not_silently_lost(caplog: pytest.LogCaptureFixture) -> None:

@@ -42,12 +42,14 @@ def run_script(script: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_search_is_captured(tmp_path: Path) -> None:
     """As the first stage of a GPU host does it, before any server."""
     script = "from adaserve.bench.gpu_check import kernels; print(kernels.run_one('beams', 'cuda')['right'])"
     assert run_script(script, tmp_path).endswith("True\n")
 
 
+@pytest.mark.slow
 def test_a_prefill_is_captured(tmp_path: Path) -> None:
     script = (
         "from adaserve.bench.gpu_check import kernels; print(kernels.run_one('prefills', 'cuda')['right'])"

@@ -20,6 +20,7 @@ import torch
 from adaserve.bench.gpu_check.toolkit import nvidia_folders
 
 HERE = Path(__file__).resolve().parent
+SITE = HERE / "site"
 LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_python.so",
              "libcaffe2_nvrtc.so")  # fmt: skip
 RUNTIME, DRIVER = "libcudart.so.13", "libcuda.so.1"
@@ -28,7 +29,7 @@ RUNTIME, DRIVER = "libcudart.so.13", "libcuda.so.1"
 def environment(folder: Path, report: Path) -> dict[str, str]:
     """Variables of a process that is to see the device; what it is made of is built in ``folder``."""
     _build(folder)
-    path = [str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "LD_PRELOAD": f"{folder / RUNTIME}:{folder / DRIVER}",
         "LD_LIBRARY_PATH": str(folder),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from tests.engine.gpu.scripts import python
 from tests.engine.gpu.test_layout_kernel import KINDS
-from tests.engine.gpu.test_moves import python
 
 CHECK = """
 import torch

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,21 +36,19 @@ from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import READ_AT_ONCE, Sizes, Tiers
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import CPU
-from tests.engine.gpu.test_moves import python
+from tests.engine.gpu.scripts import python
 
-ROOT = Path(__file__).resolve().parents[3]
+COMPARED = """
+from tests.engine.gpu.triton_check import CPU, compare, far_slots, prompts
+print(*(compare(seed, CPU) for seed in range(4)), prompts(), far_slots())
+"""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_reads_our_arrays_as_sdpa_does() -> None:
-    """In Triton's interpreter, which has to be chosen before Triton is imported. The last figures are of
-    prompts, and of a pool that 32 bits cannot address."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.engine.gpu.triton_check", *map(str, range(8))]
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    *worst, far = [float(x) for x in ran.stdout.split()]
-    assert len(worst) == 9 and max(worst) < 1e-5 and far < 4e-3
+    """In Triton's interpreter. The last figures are of prompts, and of a pool that 32 bits cannot address."""
+    *worst, far = map(float, python(COMPARED, interpret=True).split())
+    assert len(worst) == 5 and max(worst) < 1e-5 and far < 4e-3
 
 
 SPILLED = """

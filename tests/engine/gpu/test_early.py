@@ -29,8 +29,8 @@ from tests.engine.gpu.factories import (
     host_device,
     iteration_plan,
 )
+from tests.engine.gpu.scripts import python
 from tests.engine.gpu.test_decode import Run, policy_config
-from tests.engine.gpu.test_moves import python
 from tests.engine.gpu.test_search import assert_same
 
 MOST = 5

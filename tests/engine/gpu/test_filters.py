@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adaserve.engine import filters, portions
-from tests.engine.gpu.test_moves import python
+from tests.engine.gpu.scripts import python
 
 ALL = 1 << 30  # SGLang's top_k of those who ask for none
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from tests.engine.gpu.test_moves import python
+from tests.engine.gpu.scripts import python
 
 CHECK = """
 import torch

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.engine.gpu.scripts import python
+
 CHECK = """
 import torch
 from adaserve.bench.gpu_check.kernels import check_moves
@@ -45,16 +42,6 @@ for start, path, step, deepest in ((0, 16, 1, 16), (1, 3, 2, 1)):
     kinds.append(bind(numbers, numbers, slots, slots, path, step, path, step, deepest, BLOCK)[1])
 print(json.dumps(kinds))
 """
-
-
-def python(script: str, interpret: bool) -> str:
-    """What it prints, with Triton's interpreter or with its compiler."""
-    env = {**os.environ, "TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1",
-           "PYTHONPATH": str(ROOT)}  # fmt: skip
-    command = [sys.executable, "-c", script]
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
 
 
 def test_paths_are_moved() -> None:

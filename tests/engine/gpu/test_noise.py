@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,8 +11,8 @@ from adaserve import noise as host
 from adaserve.engine.cpu.gumbel import read
 from adaserve.engine.gpu import noise
 from adaserve.engine.logit_reading import Reading
+from tests.engine.gpu.scripts import python
 
-ROOT = Path(__file__).resolve().parents[3]
 ROWS, VOCABULARY = noise.ROWS_AT_ONCE + 8, 5000
 EVERY = torch.arange(VOCABULARY, dtype=torch.int32)
 
@@ -156,26 +152,11 @@ print(json.dumps([kinds[0][:2], kinds[1][:2]]))
 def test_the_kernel_compiles_once_wherever_its_columns_start() -> None:
     """A request that samples would wait for a compiler otherwise: Triton asks whether pointers are multiples
     of 16 bytes, which those into an upload are by chance."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", SPECIALIZED]
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    aligned, shifted = json.loads(ran.stdout)
+    aligned, shifted = json.loads(python(SPECIALIZED, interpret=False))
     assert aligned == shifted and ["*fp32", "D"] in aligned[0], "logits are read in large words all the same"
 
 
 def test_the_kernel_reads_the_same_numbers() -> None:
-    """In Triton's interpreter, which has to be chosen before Triton is imported."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, "-c", KERNEL],
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=ROOT,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    worst = json.loads(python(KERNEL, interpret=True))
     # Noise reaches 22, where a unit in the last place is 2e-6; the hash has to be the same bit for bit.
-    assert max(json.loads(ran.stdout)) < 4e-6
+    assert max(worst) < 4e-6

@@ -24,8 +24,8 @@ from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.replay import Recorder, read_recording, replay
 from adaserve.scheduler.selection import everything
+from tests.engine.gpu.scripts import python
 from tests.engine.gpu.test_decode import DEPTH, LENGTHS, TOKENS, WIDTH, Run, check_draft_cache, policy_config
-from tests.engine.gpu.test_moves import python
 
 ALL = len(LENGTHS) * (1 + DEPTH * WIDTH)
 """Tokens of a verification that takes everything."""

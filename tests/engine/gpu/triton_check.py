@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import torch
 
@@ -86,7 +84,3 @@ def far_slots() -> float:
         set_out(kernel, extent, CPU)
         outputs.append(kernel.run(q, pool, pool, 0.3))
     return float((outputs[0] - outputs[1]).abs().max())
-
-
-if __name__ == "__main__":
-    print(*(compare(int(seed), CPU) for seed in sys.argv[1:]), prompts(), far_slots())

@@ -304,6 +304,9 @@ class _Quiet:
 
 
 def after_triton(interpreter: Any) -> None:
+    from quick_interpreter import quicken
+
+    quicken(interpreter)
     inner = interpreter.InterpretedFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
