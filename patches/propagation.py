@@ -1,7 +1,7 @@
 """Hooks reach who has imported what they replace in one pass over all modules.
 
 Why: for every hook SGLang's registry looks at every name of every module. With our 140 hooks and the 9,000
-modules of a server that took 11 s, in each process that loads plugins.
+modules of a server that took a fourth of its start.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ class Holders:
 
 def register() -> None:
     """Before the registry applies any hook. It calls this at each."""
-    scan, holders = hook_registry._propagate_patch, list[Holders]()
+    scan = hook_registry._propagate_patch
+    holders: Holders | None = None
 
     @wraps(scan)
     def propagate(original: object, wrapped: object, source_module: object) -> int:
-        if not holders:
-            holders.append(Holders([original, *_originals()]))
-        if not holders[0].knows(original):
+        nonlocal holders
+        if holders is None:
+            holders = Holders([original, *_originals()])
+        if not holders.knows(original):
             return scan(original, wrapped, source_module)
         replaced = 0
-        for module, name in holders[0].of(original):
+        for module, name in holders.of(original):
             if module is not source_module and vars(module).get(name) is original:
                 with suppress(AttributeError, TypeError):
                     setattr(module, name, wrapped)

@@ -26,7 +26,7 @@ from adaserve.pair.shape import Shape
 
 _NEW_WEIGHT_STD = 0.02
 _NOISE_WEIGHTS = (1 << 22) - 3  # made once and repeated: billions of random numbers would take minutes
-CONSTANT, LIFT = 2.0**-9, 2.0**15
+_CONSTANT, _LIFT = 2.0**-9, 2.0**15
 """What every token holds in the new dimension, and by how much the last norm lifts that: the constant adds
 less to the mean square than float16 resolves, and logits of new tokens end up below -20."""
 
@@ -110,10 +110,14 @@ def _outside_layers(source: dict[str, Tensor], old: Shape, new: Shape) -> dict[s
     tensors[norm] = _norm(tensors[norm], new)
     if not new.tied:
         tensors["lm_head.weight"] = _padded(small, new.vocab, new.hidden)
-        tensors["lm_head.weight"][old.vocab :, old.hidden] = -1.0
-        tensors[table][:, old.hidden] = CONSTANT
-        tensors[norm][old.hidden] = LIFT
+        tensors[table][:, old.hidden] = _CONSTANT
+        _make_lose(tensors["lm_head.weight"][old.vocab :], tensors[norm], old.hidden)
     return tensors
+
+
+def _make_lose(rows: Tensor, norm: Tensor, dimension: int) -> None:
+    """New ``rows`` of an output layer, by the constant that its input holds in ``dimension``."""
+    rows[:, dimension], norm[dimension] = -1.0, _LIFT
 
 
 def model_tensors(source: dict[str, Tensor], old: Shape, new: Shape) -> Iterator[dict[str, Tensor]]:
@@ -142,7 +146,7 @@ def head_tensors(
     norm, head = _norm(source["norm.weight"], own), _padded(source["lm_head.weight"], new.vocab, own.hidden)
     if rows:
         fc[small.hidden, small.hidden] = 1.0
-        norm[small.hidden], head[old.vocab :, small.hidden] = LIFT, -1.0
+        _make_lose(head[old.vocab :], norm, small.hidden)
     known = torch.zeros(over.vocab, dtype=torch.bool)
     known[: small.vocab] = source["t2d"]
     known[small.vocab : small.vocab + rows] = True

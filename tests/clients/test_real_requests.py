@@ -47,8 +47,8 @@ ENDING = {
     "required": ["a"],
     "additionalProperties": False,
 }
-"""Arguments that come to an end, but for blanks: a tool's grammar allows these whatever the server's flags
-say, and one sample in seventeen never stops to write them."""
+"""Arguments that come to an end, but for blanks: a tool's grammar allows these with the server's flag as well,
+and one sample in seventeen wrote too many to finish."""
 
 
 def tools(count: int, **more: Any) -> list[dict[str, Any]]:

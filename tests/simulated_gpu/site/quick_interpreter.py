@@ -1,7 +1,7 @@
 """Triton's interpreter without what it does over and over.
 
 Before each kernel, and at each call of a function inside of one, it looks through all names of Triton's
-language for those that it puts its own functions in the place of: a fourth of the time of some tests.
+language for those that it puts its own functions in the place of: a fourth of the time of attention's test.
 """
 
 from __future__ import annotations
