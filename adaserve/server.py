@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +37,7 @@ STOP_PATIENCE_S = 1.0
 _DRAIN_S = 60.0
 _PORTS = range(10_000, 22_000)
 """Below those that SGLang takes for itself, and that Linux, macOS and Windows give to connections."""
-_chosen = list[socket.socket]()
+_claims = list[ExitStack]()
 """For each port that ``free_port`` gave away, a socket that stays open as long as this process."""
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
@@ -215,22 +215,23 @@ def on_cpu() -> bool:
     return select() is not None
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now, and nobody else is given. Raises
-    ServerError.
+def free_port(in_a_row: int = 1) -> int:
+    """The first of ``in_a_row`` TCP ports of the loopback interface that nobody uses now, and nobody else is
+    given. Raises ServerError.
 
     A server binds it half a minute after it was chosen. Meanwhile it opens dozens of connections, each at a
     port that the kernel chooses, and SGLang takes ports for itself that are still free. Processes that choose
     at the same time see from each other's UDP sockets what is taken."""
     for _ in range(100):
-        address = "127.0.0.1", secrets.choice(_PORTS)
-        claim = socket.socket(type=socket.SOCK_DGRAM)
-        with socket.socket() as s, suppress(OSError):
-            claim.bind(address)
-            s.bind(address)
-            _chosen.append(claim)
-            return address[1]
-        claim.close()
+        first = secrets.choice(_PORTS[: len(_PORTS) - in_a_row + 1])
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + in_a_row):
+                claim = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+                claim.bind(("127.0.0.1", port))
+                with socket.socket() as s:
+                    s.bind(("127.0.0.1", port))
+            _claims.append(stack.pop_all())
+            return first
     raise ServerError(f"no port between {_PORTS.start} and {_PORTS.stop} is free: choose one with --port")
 
 

@@ -122,7 +122,7 @@ def streamed(url: str, request: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    port = free_port()
+    port = free_port(4)
     with Fleet.of(2, ("--size", "12M"), tmp_path_factory.mktemp("fleet"), port=port) as running:
         yield running
 

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,12 +45,8 @@ class Replica(BaseHTTPRequestHandler):
 @pytest.fixture
 def port() -> Iterator[int]:
     """Of a router that is yet to come; the replica listens on the one behind it."""
-    replica = None
-    while replica is None:
-        wanted = free_port()
-        with suppress(OSError):  # the next one is taken
-            replica = ThreadingHTTPServer(("127.0.0.1", wanted + 1), Replica)
-    with replica:
+    wanted = free_port(3)
+    with ThreadingHTTPServer(("127.0.0.1", wanted + 1), Replica) as replica:
         threading.Thread(target=replica.serve_forever, daemon=True).start()
         yield wanted
         replica.shutdown()

@@ -61,7 +61,7 @@ def test_all_replicas_promise_what_the_first_one_measured() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_replica_that_cannot_start_ends_the_fleet(tmp_path: Path) -> None:
-    fleet = Fleet.of(2, ("--policy", "nonsense"), tmp_path, port=free_port())
+    fleet = Fleet.of(2, ("--policy", "nonsense"), tmp_path, port=free_port(4))
     with pytest.raises(ServerError, match="unknown policy 'nonsense'"):
         fleet.up()
     assert not any(process.alive for process in (*fleet.replicas, fleet.router))
@@ -69,7 +69,7 @@ def test_a_replica_that_cannot_start_ends_the_fleet(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_port_in_use_is_said_before_any_replica_starts(tmp_path: Path) -> None:
-    port = free_port()
+    port = free_port(3)
     fleet = Fleet.of(1, (), tmp_path, port=port)
     for taken in (port, port + 1, port + 2):  # of the router, the replica and the router's metrics
         with socket.create_server(("127.0.0.1", taken)), pytest.raises(ServerError, match=f"port {taken} is"):

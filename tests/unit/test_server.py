@@ -132,6 +132,19 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
             free_port()
 
 
+def test_ports_in_a_row_are_all_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet takes those that follow the router's, too."""
+    first = free_port(2)
+    monkeypatch.setattr(server, "_PORTS", range(first, first + 2))
+    with pytest.raises(ServerError, match="is free"):
+        free_port()
+    server._claims.pop().close()
+    with socket.create_server(("127.0.0.1", first + 1)):
+        with pytest.raises(ServerError, match="is free"):
+            free_port(2)
+        assert free_port() == first, "what was tried in vain is let go"
+
+
 def test_two_processes_never_get_the_same_port() -> None:
     """Nobody listens there yet."""
     port = free_port()
