@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from adaserve.errors import UnsupportedError
+
 DraftKind = Literal["model", "eagle3", "mtp", "medusa"]
 
 EAGLE3 = "LlamaForCausalLMEagle3"
@@ -32,7 +34,7 @@ def draft_kind(architectures: Sequence[str] | None, stated: str, path: str) -> D
     """Of a draft that SGLang loads, by the ``architectures`` of its ``config.json``. ``stated``: the setting
     ``draft_kind``.
 
-    Raises ValueError where the two disagree.
+    Raises UnsupportedError where the two disagree.
     """
     names = architectures or ()
     found: DraftKind = "model"
@@ -48,11 +50,11 @@ def require_known_head(architectures: Sequence[str] | None, path: str) -> None:
     """``architectures``: those that SGLang is about to load. Of many models, such as Qwen 3 with experts, it
     takes an MTP layer where it loads a draft, whether the checkpoint has one or not.
 
-    Raises ValueError for a head of another kind than those that are served.
+    Raises UnsupportedError for a head of another kind than those that are served.
     """
     for name in architectures or ():
         if _ANY_HEAD.search(name) and name not in HEADS:
-            raise ValueError(
+            raise UnsupportedError(
                 f"SGLang would load the draft {path} as {name}, a head that is not supported: give another "
                 "draft, or serve without one (--drafts suffix)"
             )
@@ -71,14 +73,14 @@ def kind_at(path: str, revision: str | None = None) -> DraftKind:
 def medusa_folder(path: str | None, stated: str) -> Path | None:
     """The draft's folder where it holds Medusa heads, which SGLang doesn't know and isn't told about.
 
-    Raises ValueError where they are not the kind that was stated, or are stated and not there.
+    Raises UnsupportedError where they are not the kind that was stated, or are stated and not there.
     """
     folder = None if path is None else Path(path)
     if folder is not None and MEDUSA_HEADS in (config := read_config(folder)):
         _require("medusa", stated, str(path), f"{MEDUSA_HEADS} {config[MEDUSA_HEADS]}")
         return folder
     if stated == "medusa":
-        raise ValueError(
+        raise UnsupportedError(
             f"draft_kind is medusa, and {path or 'no draft'} is not a folder of this host whose config.json "
             f"has {MEDUSA_HEADS}: give --draft-model-path such a folder"
         )
@@ -86,10 +88,10 @@ def medusa_folder(path: str | None, stated: str) -> Path | None:
 
 
 def medusa_heads(folder: Path) -> int:
-    """How many heads there are in a ``medusa_folder``. Raises ValueError."""
+    """How many heads there are in a ``medusa_folder``. Raises UnsupportedError."""
     count = read_config(folder)[MEDUSA_HEADS]
     if not isinstance(count, int) or count < 1:
-        raise ValueError(f"{MEDUSA_HEADS} in {folder / 'config.json'} is {count}: it must be 1 or more")
+        raise UnsupportedError(f"{MEDUSA_HEADS} in {folder / 'config.json'} is {count}: it must be 1 or more")
     return count
 
 
@@ -102,7 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _require(found: DraftKind, stated: str, path: str, reason: str) -> None:
     if stated not in ("auto", found):
-        raise ValueError(
+        raise UnsupportedError(
             f"draft_kind is {stated}, but by its config.json ({reason}) the draft {path} is of the kind "
             f"{found}: use --draft-kind auto, or give the draft that you mean"
         )

@@ -10,6 +10,10 @@ class UserError(Exception):
     """The request, the host or a server is at fault; the message says what to do."""
 
 
+class UnsupportedError(UserError, ValueError):
+    """These models cannot be served with these flags on this host."""
+
+
 def why_no_answer(error: Exception) -> str:
     """What went wrong, in one line: some of httpx's errors have several, some only their name."""
     return (str(error).splitlines() or [""])[0].strip() or type(error).__name__

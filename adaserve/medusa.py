@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adaserve.draft_kind import MEDUSA_HEADS, medusa_heads, read_config
+from adaserve.errors import UnsupportedError
 
 LAYERS, TIED = "medusa_num_layers", "original_lm_head"
 _PICKLED, _PLAIN = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
@@ -37,13 +38,13 @@ class MedusaHeads:
 
 
 def load_medusa(folder: Path) -> MedusaHeads:
-    """Raises ValueError with the remedy where the folder holds something else."""
+    """Raises UnsupportedError with the remedy where the folder holds something else."""
     config, tensors = read_config(folder), _read(folder)
     heads, layers = medusa_heads(folder), int(config.get(LAYERS, 1))
 
     def part(name: str) -> Tensor:
         if name not in tensors:
-            raise ValueError(
+            raise UnsupportedError(
                 f"the Medusa heads in {folder} have no {name}: their config.json says {heads} heads of "
                 f"{layers} layers. Download the folder again, or correct its config.json"
             )
@@ -59,10 +60,10 @@ def load_medusa(folder: Path) -> MedusaHeads:
 
 
 def require_target(heads: MedusaHeads, folder: Path, hidden_size: int, vocab_size: int) -> None:
-    """Raises ValueError where a target of these sizes is not the one that the heads were made for."""
+    """Raises UnsupportedError where a target of these sizes is not the one that the heads were made for."""
     size, vocabularies = heads.bias.shape[-1], {len(m) for m in heads.lm_heads or ()}
     if size != hidden_size or vocabularies - {vocab_size}:
-        raise ValueError(
+        raise UnsupportedError(
             f"the Medusa heads in {folder} were made for a target with a hidden size of {size}"
             + "".join(f" and {tokens} tokens" for tokens in sorted(vocabularies))
             + f", and this one has {hidden_size} and {vocab_size}: serve the target that they were "
@@ -86,11 +87,11 @@ def save_medusa(heads: MedusaHeads, folder: Path, **more: Any) -> None:
 
 
 def weights_file(folder: Path) -> Path:
-    """Raises ValueError where there is none."""
+    """Raises UnsupportedError where there is none."""
     for name in (_PLAIN, _PICKLED):
         if (folder / name).exists():
             return folder / name
-    raise ValueError(f"there is neither {_PLAIN} nor {_PICKLED} in {folder}: download the whole folder")
+    raise UnsupportedError(f"there is neither {_PLAIN} nor {_PICKLED} in {folder}: download the whole folder")
 
 
 def _read(folder: Path) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ _PORTS = range(10_000, 22_000)
 """Below those that SGLang takes for itself, and that Linux, macOS and Windows give to connections."""
 _claims = list[ExitStack]()
 """For each port that ``free_port`` gave away, a socket that stays open as long as this process."""
+_REFUSED = "Scheduler hit an exception: "  # and a sentence of ours, or a traceback
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
 
@@ -344,6 +345,7 @@ class ServerProcess:
             for line in lines
             if line.startswith(("ValueError", "RuntimeError", "adaserve.", "adaserve: ", "error: "))
             or "Error: " in line
+            or _REFUSED in line
         ]
         return "\n".join(errors[-3:] or lines[-15:])
 

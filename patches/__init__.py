@@ -98,6 +98,7 @@ MODULES = {
         "gone_clients",
     ),
     "in the scheduler": (
+        "refused_starts",
         "prefill_slack",
         "scheduler_guard",
         "stop_strings",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adaserve.draft_kind import MTP
+from adaserve.errors import UnsupportedError
 
 
 class HiddenStates:
@@ -68,9 +69,9 @@ def project(head: Any, states: Tensor) -> Tensor:
 
 def layers_to_capture(target: Any, head: Any) -> list[int]:
     """Layers of the target whose inputs the head reads, in ascending order: by the head's configuration, or
-    those that SGLang takes by default. Raises ValueError."""
+    those that SGLang takes by default. Raises UnsupportedError."""
     if not hasattr(target, "set_eagle3_layers_to_capture"):
-        raise ValueError(
+        raise UnsupportedError(
             f"the draft is an EAGLE-3 head, and SGLang's {type(target).__name__} hands out no hidden states: "
             "serve a target of another architecture, or a draft model"
         )
@@ -80,7 +81,7 @@ def layers_to_capture(target: Any, head: Any) -> list[int]:
     layers = sorted(set(target.model.layers_to_capture))
     wanted, known = head.model.num_aux_hidden_states, target.config.num_hidden_layers
     if len(layers) != wanted or layers[0] < 0 or layers[-1] >= known:
-        raise ValueError(
+        raise UnsupportedError(
             f"the EAGLE-3 head reads {wanted} hidden states, and these layers of the target's {known} would "
             f"give them: {layers}. Serve the target that the head was trained for, or set "
             "eagle_config.eagle_aux_hidden_state_layer_ids in the head's config.json"
@@ -89,7 +90,7 @@ def layers_to_capture(target: Any, head: Any) -> list[int]:
 
 
 def hidden_states(target: Any, head: Any) -> HiddenStates:
-    """What SGLang's model of a head reads of the ``ModelRunner`` ``target``. Raises ValueError."""
+    """What SGLang's model of a head reads of the ``ModelRunner`` ``target``. Raises UnsupportedError."""
     if type(head).__name__ == MTP:
         require_same_sizes(target.model.config, head.config)
         return final_states(target, head.config.hidden_size)
@@ -100,18 +101,18 @@ def hidden_states(target: Any, head: Any) -> HiddenStates:
 
 
 def require_same_sizes(target: Any, layer: Any) -> None:
-    """Raises ValueError where the configuration of an MTP layer is not that of its target: the kernels, which
-    are given the target's matrices, do not check their sizes."""
+    """Raises UnsupportedError where the configuration of an MTP layer is not that of its target: the
+    kernels, which are given the target's matrices, do not check their sizes."""
     of_layer, of_target = ((c.hidden_size, c.vocab_size) for c in (layer, target))
     if of_layer != of_target:
-        raise ValueError(
+        raise UnsupportedError(
             "the MTP layer works with hidden states of {} numbers and {} tokens, and the target with {} and "
             "{}: serve the target whose checkpoint the layer is in".format(*of_layer, *of_target)
         )
 
 
 def require_own_tokens(head: Any) -> None:
-    """Raises ValueError where two output rows of an EAGLE-3 head stand for one token, or one for none:
+    """Raises UnsupportedError where two output rows of an EAGLE-3 head stand for one token, or one for none:
     children of a node must differ, or two of them would be accepted."""
     ids = getattr(head, "hot_token_id", None)
     if ids is None:  # every row stands for the token of its number
@@ -120,7 +121,7 @@ def require_own_tokens(head: Any) -> None:
     rows = getattr(head.config, "draft_vocab_size", None) or tokens
     known = ids[(ids >= 0) & (ids < tokens)].unique()
     if len(ids) != rows or len(known) < rows:
-        raise ValueError(
+        raise UnsupportedError(
             f"the EAGLE-3 head has {rows} output rows, and its tensor d2t gives {len(ids)} rows "
             f"{len(known)} different tokens of {tokens}: each row needs a token of its own. Download the "
             "head again"

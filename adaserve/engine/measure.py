@@ -16,6 +16,7 @@ import torch
 
 from adaserve.engine.device import Device, Drafter, ModelForward
 from adaserve.engine.trees.batch import TreeBatch
+from adaserve.errors import UnsupportedError
 from adaserve.scheduler.profile import Profile
 
 ENGINE_OVERHEAD_S = 1.0e-3
@@ -116,7 +117,7 @@ def measure(
         verifying = _Timed(room, [target], _verify_step(target), grid.repeats, progress, "verify")
         verify = _sweep(verifying, grid.verify_tokens, 4, grid)
         if not len(verify):
-            raise ValueError(
+            raise UnsupportedError(
                 f"the KV cache has room for {room.slots} tokens, too little for a single request: raise "
                 "--max-total-tokens or --mem-fraction-static"
             )

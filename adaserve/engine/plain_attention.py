@@ -10,6 +10,8 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
 
+from adaserve.errors import UnsupportedError
+
 
 def obstacles(layer: RadixAttention) -> Iterator[str]:
     """What a layer asks for beyond that."""
@@ -26,26 +28,28 @@ def obstacles(layer: RadixAttention) -> Iterator[str]:
 
 
 def plain_layers(model: torch.nn.Module) -> list[RadixAttention]:
-    """Its attention layers. Raises ValueError where it asks for more."""
+    """Its attention layers. Raises UnsupportedError where it asks for more."""
     layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
     if found := sorted({what for layer in layers for what in obstacles(layer)}):
-        raise ValueError(f"{type(model).__name__} is not supported: its attention has {', and '.join(found)}")
+        raise UnsupportedError(
+            f"{type(model).__name__} is not supported: its attention has {', and '.join(found)}"
+        )
     return layers
 
 
 def require_no_state(model_config: Any) -> None:
-    """Raises ValueError for SGLang's ``ModelConfig`` of a model with state-space, convolution or linear
+    """Raises UnsupportedError for SGLang's ``ModelConfig`` of a model with state-space, convolution or linear
     attention layers. Their state goes forward with every token, also those of candidates, and never back."""
     if mambaish_config(model_config) is not None:
         name = ", ".join(model_config.hf_config.architectures)
-        raise ValueError(
+        raise UnsupportedError(
             f"{name} is not supported: some of its layers keep a state, which would hold candidates that "
             "were not accepted. Choose another model, or serve it without --speculative-algorithm ADASERVE"
         )
 
 
 def require_own_positions(model: torch.nn.Module, context_len: int, deepest: int) -> None:
-    """Raises ValueError where other tokens may change how a position is read. ``deepest``: tokens of
+    """Raises UnsupportedError where other tokens may change how a position is read. ``deepest``: tokens of
     a candidate tree behind its root.
 
     Long RoPE has other factors beyond its first positions. In SGLang one token beyond them makes all that are
@@ -54,13 +58,13 @@ def require_own_positions(model: torch.nn.Module, context_len: int, deepest: int
     ropes = (m for m in model.modules() if isinstance(m, Phi3LongRoPEScaledRotaryEmbedding))
     first = min((rope.original_max_position_embeddings for rope in ropes), default=None)
     if first is not None and context_len + deepest > first:
-        raise ValueError(
+        raise UnsupportedError(
             f"{type(model).__name__} reads positions beyond {first} by other factors (longrope), and SGLang "
             f"then reads all requests of a batch by them: use --context-length {first - deepest} or less"
         )
 
 
 def require_no_more(asked: Mapping[str, Any]) -> None:
-    """Raises ValueError where a model gives its attention something that we don't compute with."""
+    """Raises UnsupportedError where a model gives its attention something that we don't compute with."""
     if wanted := sorted(name for name, value in asked.items() if value is not None):
-        raise ValueError(f"attention with {', '.join(wanted)} is not supported")
+        raise UnsupportedError(f"attention with {', '.join(wanted)} is not supported")

@@ -16,6 +16,7 @@ import numpy as np
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.state import RequestState, running_batch
+from adaserve.errors import UnsupportedError
 from adaserve.patches.served_worker import Load
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.fairness import HoldBudget, binding_rows
@@ -97,19 +98,19 @@ class PrefillPacer:
         return self.mode == "slack" or (self.mode is None and is_slo_aware(policy))
 
     def check_mode(self, mode: str | None) -> None:
-        """``slack``, ``exclusive``, or None for what fits the policy. Raises ValueError.
+        """``slack``, ``exclusive``, or None for what fits the policy. Raises UnsupportedError.
 
         When prefills run is decided by every tensor-parallel rank for itself, so there it must not depend on
         the clock.
         """
         if not self._alone and mode != "exclusive":
-            raise ValueError(
+            raise UnsupportedError(
                 "tensor-parallel ranks must prefill alike, so prefills can't be paced by the clock: only the "
                 "prefill mode 'exclusive' is possible"
             )
 
     def set_mode(self, mode: str | None) -> None:
-        """From the next prefill on. Raises ValueError, see ``check_mode``."""
+        """From the next prefill on. Raises UnsupportedError, see ``check_mode``."""
         self.check_mode(mode)
         self.mode = mode
 

@@ -43,6 +43,7 @@ TARGETS = {
         "req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size",
     ],
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ["self", "kvc"],
+    "sglang.srt.managers.scheduler.get_exception_traceback": [],
     "sglang.srt.layers.dual_gemm.DualGemm._select_mode": ["self", "gate_up_proj", "hidden_size"],
     "sglang.srt.layers.sampler.apply_custom_logit_processor": ["logits", "sampling_batch_info"],
     "sglang.srt.sampling.custom_logit_processor._cache_from_str": ["json_str"],

@@ -96,6 +96,12 @@ def test_a_log_holds_no_keys(tmp_path: Path) -> None:
     assert f"--port {spec.port} --api-key" in told and "mine" not in told and "root" not in told
 
 
+def test_why_a_scheduler_refused_its_models(tmp_path: Path) -> None:
+    ended = ServerProcess(Ending("model", "draft", port=1), tmp_path / "server.log")
+    ended.log.write_text("loads\n[noon] Scheduler hit an exception: too little room\n[noon] kill\n")
+    assert ended.why() == "[noon] Scheduler hit an exception: too little room"
+
+
 @pytest.mark.parametrize(
     ("host", "flags", "url"),
     [

@@ -20,7 +20,7 @@ from adaserve.engine.trees.attention import TreeAttentionPlan, attend, causal_pl
 
 class CpuAttentionBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
-        """Raises ValueError for a model whose text would be another one."""
+        """Raises UnsupportedError for a model whose text would be another one."""
         super().__init__()
         plain_layers(runner.model)
         self.req_to_token_pool = runner.req_to_token_pool

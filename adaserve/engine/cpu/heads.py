@@ -35,6 +35,7 @@ from adaserve.engine.hidden_states import HiddenStates, hidden_states
 from adaserve.engine.levels import Levels
 from adaserve.engine.trees.attention import token_slots
 from adaserve.engine.trees.batch import TreeBatch, without_first
+from adaserve.errors import UnsupportedError
 
 
 class HeadForward(CpuForward):
@@ -63,10 +64,10 @@ class HeadForward(CpuForward):
 
 
 def lean_target(target: Any, who_needs: str) -> LeanModel:
-    """Our forward of the target that the ``ModelRunner`` holds. Raises ValueError where there is none."""
+    """Our forward of the target in the ``ModelRunner``. Raises UnsupportedError where there is none."""
     lean: LeanModel | None = getattr(target.model, LEAN_ATTRIBUTE, None)
     if lean is None:
-        raise ValueError(
+        raise UnsupportedError(
             f"{who_needs} AdaServe's own forward of the target on a CPU: serve a Llama or Qwen "
             "target that is not quantised, and not with --cpu-weights off"
         )
@@ -90,11 +91,11 @@ _KINDS = {
 
 def head_forward(target: Any, head: Any, storage: Storage) -> HeadForward:
     """The forward of the head that the ``ModelRunner`` ``head`` holds, which from now on is told the
-    hidden states of ``target``. Raises ValueError with the reason where there can be none."""
+    hidden states of ``target``. Raises UnsupportedError with the reason where there can be none."""
     model = head.model
     kind = _KINDS[type(model).__name__]
     if (reason := kind.obstacle(model)) is not None:
-        raise ValueError(f"this {kind.name} is not supported on a CPU: {reason}")
+        raise UnsupportedError(f"this {kind.name} is not supported on a CPU: {reason}")
     read = lean_target(target, f"an {kind.name} needs")
     read.sink = hidden = hidden_states(target, model)
     grow_rotary_table(model)

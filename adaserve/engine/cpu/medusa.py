@@ -133,7 +133,7 @@ def _joined(readings: Sequence[Reading]) -> Reading:
 
 def medusa_forward(target: Any, folder: Path, storage: Storage) -> MedusaForward:
     """Of the heads in ``folder``, which from now on are told the hidden states of the ``ModelRunner``
-    ``target``. Raises ValueError with the reason where there can be none."""
+    ``target``. Raises UnsupportedError with the reason where there can be none."""
     lean = lean_target(target, "Medusa heads need")
     heads, config = load_medusa(folder), lean.config
     require_target(heads, folder, config.hidden_size, config.vocab_size)

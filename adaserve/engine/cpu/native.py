@@ -15,6 +15,7 @@ from adaserve.engine.cpu.linear import STORAGE_DTYPES, Storage, exact_storage
 from adaserve.engine.cpu.params import Before, Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.cpu.torch_forward import all_tokens
 from adaserve.engine.logit_reading import Reading
+from adaserve.errors import UnsupportedError
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _INT8 = 3
@@ -259,7 +260,7 @@ class NativeBackend:
     def _set_pools(self, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor]) -> None:
         first, head_dim = k_buffers[0], self._config.head_dim
         if first.dtype not in _TYPES or first.stride()[1:] != (head_dim, 1):
-            raise ValueError(
+            raise UnsupportedError(
                 f"a KV pool of {first.dtype} with strides {first.stride()} is not covered: serve with "
                 "--kv-cache-dtype auto or bf16 and the NHD layout"
             )

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from adaserve.errors import UnsupportedError
+
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -21,18 +23,18 @@ class HeadShape:
 
     @staticmethod
     def of(runner: Any) -> HeadShape:
-        """From a ``ModelRunner``. Raises ValueError for attention that a plain mask does not describe."""
+        """Of a ``ModelRunner``. Raises UnsupportedError for attention that a plain mask doesn't describe."""
         from adaserve.engine.plain_attention import plain_layers
 
         shapes = {
             (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.scaling) for a in plain_layers(runner.model)
         }
         if len(shapes) != 1:
-            raise ValueError(f"layers with different attention are not supported: {sorted(shapes)}")
+            raise UnsupportedError(f"layers with different attention are not supported: {sorted(shapes)}")
         q_heads, kv_heads, dim, scaling = shapes.pop()
         if getattr(runner.token_to_kv_pool, "use_hnd", False):
-            raise ValueError("a KV cache with heads before pages is not supported: use --page-size 1")
+            raise UnsupportedError("a KV cache with heads before pages is not supported: use --page-size 1")
         dtype = runner.token_to_kv_pool.dtype
         if dtype.itemsize == 1:
-            raise ValueError("an 8-bit KV cache is not supported: remove --kv-cache-dtype")
+            raise UnsupportedError("an 8-bit KV cache is not supported: remove --kv-cache-dtype")
         return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, dtype)

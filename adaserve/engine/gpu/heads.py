@@ -30,6 +30,7 @@ from adaserve.engine.gpu.sizes import Key
 from adaserve.engine.hidden_states import HiddenStates, hidden_states
 from adaserve.engine.levels import Levels
 from adaserve.engine.trees.batch import TreeBatch, without_first
+from adaserve.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class GpuHead(GpuForward):
 
 def hidden_states_of(target: Any, head: Any) -> HiddenStates:
     """What the head of the ``ModelRunner`` ``head`` reads of ``target``, which from now on writes it. Raises
-    ValueError with the reason where there can be none."""
+    UnsupportedError with the reason where there can be none."""
     model = head.model
     if type(model).__name__ != MTP:
         _refuse_unsupported(model)
@@ -141,17 +142,19 @@ def keep_states(target: Any, hidden: HiddenStates) -> None:
 
 
 def _refuse_unsupported(model: Any) -> None:
-    """Raises ValueError for an EAGLE-3 head that is not covered."""
+    """Raises UnsupportedError for an EAGLE-3 head that is not covered."""
     if model.model.is_mrope_enabled:
-        raise ValueError("this EAGLE-3 head is not supported: multimodal rotary embedding")
+        raise UnsupportedError("this EAGLE-3 head is not supported: multimodal rotary embedding")
     if model.model.hidden_size_in != model.config.hidden_size:
-        raise ValueError("this EAGLE-3 head is not supported on a GPU: its hidden size is not the target's")
+        raise UnsupportedError(
+            "this EAGLE-3 head is not supported on a GPU: its hidden size is not the target's"
+        )
 
 
 def gpu_head(parts: Parts, target: Any, head: Any, config: AdaServeConfig) -> GpuHead:
     """The forward of the head that the ``ModelRunner`` ``head`` holds; ``parts``: as a draft model's.
 
-    The first step has room for all that its own tree can have had accepted. Raises ValueError."""
+    The first step has room for all that its own tree can have had accepted. Raises UnsupportedError."""
     ids = getattr(head.model, "hot_token_id", None)  # an MTP layer knows all tokens
     words = None if ids is None else ids.to(device=parts.device, dtype=torch.int64)
     call = SGLangMTP(head) if type(head.model).__name__ == MTP else SGLangHead(head)

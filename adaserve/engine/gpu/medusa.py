@@ -121,7 +121,7 @@ class GpuMedusa:
 
 def gpu_medusa(parts: Parts, target: Any, folder: Path) -> GpuMedusa:
     """Of the heads in ``folder``, which from now on are told the hidden states of the ``ModelRunner``
-    ``target``. Raises ValueError where they were made for another target."""
+    ``target``. Raises UnsupportedError where they were made for another target."""
     heads, config = load_medusa(folder), target.model_config
     require_target(heads, folder, config.hidden_size, config.vocab_size)
     hidden = final_states(target, config.hidden_size)

@@ -21,6 +21,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import DraftKind, draft_kind, require_known_head
 from adaserve.engine.plain_attention import require_no_state
+from adaserve.errors import UnsupportedError
 from adaserve.host import on_device
 from adaserve.patches.kv_sizing import draft_config
 
@@ -120,7 +121,7 @@ class _DraftWorker(TpModelWorker):
 
 
 def kind_of(worker: Any, path: str, config: AdaServeConfig) -> DraftKind:
-    """Raises ValueError where it is not the kind that was asked for."""
+    """Raises UnsupportedError where it is not the kind that was asked for."""
     return draft_kind(worker.model_runner.model_config.hf_config.architectures, config.draft_kind, path)
 
 
@@ -128,7 +129,7 @@ _HEAD_NAMES: dict[DraftKind, str] = {"eagle3": "EAGLE-3 head", "mtp": "MTP layer
 
 
 def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig) -> None:
-    """Raises ValueError with the remedy where heads stand in a combination that is not served."""
+    """Raises UnsupportedError with the remedy where heads stand in a combination that is not served."""
     name = next((_HEAD_NAMES[kind] for kind in kinds if kind in _HEAD_NAMES), None)
     if name is None:
         return
@@ -138,7 +139,7 @@ def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig) -> None
     ]
     for refused, reason in refusals:
         if refused:
-            raise ValueError(f"an {name} {reason}")
+            raise UnsupportedError(f"an {name} {reason}")
 
 
 def share_embeddings(target: Any, head: Any, kind: DraftKind) -> None:
@@ -159,22 +160,22 @@ def share_embeddings(target: Any, head: Any, kind: DraftKind) -> None:
 
 
 def require_same_size(target: Any, draft: Any, path: str) -> None:
-    """Raises ValueError with the remedy where a draft at ``path`` has tokens that the target lacks, or lacks
-    some of the target's."""
+    """Raises UnsupportedError with the remedy where a draft at ``path`` has tokens that the target
+    lacks, or lacks some of the target's."""
     t_size, d_size = target.model_runner.model_config.vocab_size, draft.model_runner.model_config.vocab_size
     # A larger model of a family may pad its vocabulary further. Looked up, its padding would read beyond the
     # draft's embedding, so only forwards that guard against it (those on a device) may have such a draft.
     may_be_smaller = target.tokenizer is not None and str(target.model_runner.device) != "cpu"
     if t_size != d_size and not (may_be_smaller and len(target.tokenizer) <= d_size < t_size):
-        raise ValueError(
+        raise UnsupportedError(
             f"the draft {path} has a vocabulary of {d_size} tokens and the target one of {t_size}: "
             "choose a draft of the same family with the same tokenizer"
         )
 
 
 def require_same_tokens(target: Any, draft: Any, path: str) -> None:
-    """Raises ValueError with the remedy where the tokens of the draft model at ``path`` would mean something
-    else to the target. Where one of the two has no tokenizer, nobody can tell."""
+    """Raises UnsupportedError with the remedy where the tokens of the draft model at ``path`` would mean
+    something else to the target. Where one of the two has no tokenizer, nobody can tell."""
     if target.tokenizer is None:  # --skip-tokenizer-init
         return
     try:
@@ -188,7 +189,7 @@ def require_same_tokens(target: Any, draft: Any, path: str) -> None:
         return
     if different := [t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)]:
         token = min(different)
-        raise ValueError(
+        raise UnsupportedError(
             f"the draft {path} and the target number {len(different)} of their tokens differently (first "
             f"{token!r}, which is {theirs.get(token)} in the draft and {ours.get(token)} in the target): "
             "choose a draft with the target's tokenizer"
