@@ -1,4 +1,5 @@
-"""Files that are whole: who reads one, or goes on with it after a kill, finds the old one or the new one."""
+"""Files that are whole: who reads one, or goes on with it after a kill, finds the old one or the new one. And
+the lines of files with JSON."""
 
 from __future__ import annotations
 
@@ -22,6 +23,12 @@ def write_whole(path: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)
         error.filename = error.filename or str(path)  # a full disk doesn't say whose fault it is
         raise
+
+
+def json_lines(text: str) -> list[str]:
+    """The lines of a file with a JSON object on each. ``str.splitlines`` would cut at U+2028, U+0085 and
+    others as well, which JSON lets stand within a text."""
+    return text.replace("\r\n", "\n").split("\n")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from adaserve.files import json_lines
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
 
 CHARS_PER_TOKEN = 3.5
@@ -91,7 +92,7 @@ def load_prompts(
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
         raise LoadgenError(f"cannot read the prompts in {found}: {why_unreadable(e)}") from e
     texts: dict[str, list[str]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(json_lines(text), 1):
         if line.strip():
             category, prompt = _parse(line, f"{found}:{number}")
             texts.setdefault(category, []).append(prompt)

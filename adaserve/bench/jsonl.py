@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adaserve.files import write_whole
+from adaserve.files import json_lines, write_whole
 from adaserve.slo.metrics import RequestRecord
 
 
@@ -27,7 +27,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """What was written; nothing where there is no file, and without lines that were cut off."""
     found = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for text in json_lines(path.read_text(encoding="utf-8")) if path.exists() else ():
         try:
             found.append(json.loads(text))
         except json.JSONDecodeError:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from adaserve.files import json_lines
 from adaserve.slo.classes import CUSTOM_CLASS
 from adaserve.slo.trace import Trace, TraceError, TraceRow
 
@@ -87,7 +88,7 @@ Located = Iterator[tuple[str, TraceRow | None]]
 
 
 def _jsonl_objects(text: str, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(json_lines(text), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"

@@ -201,6 +201,12 @@ def test_prompts_have_about_the_asked_length_and_come_from_the_category(tmp_path
     assert store.get("unknown", 10, "k")
 
 
+def test_prompts_may_hold_the_line_separators_of_unicode(tmp_path: Path) -> None:
+    path, text = tmp_path / "p.jsonl", "one\u2028two\x85three"
+    path.write_text(json.dumps({"category": "chat", "text": text}, ensure_ascii=False), encoding="utf-8")
+    assert load_prompts(path).get("chat", 3, "k") in text
+
+
 def test_disconnects_are_a_share() -> None:
     one = ClassLoad(name="chat", tpot_ms=50, disconnect=0.3, output_tokens=Length(median=20))
     config = BenchConfig(classes={"chat": one}, arrivals=Arrivals(kind="constant", rps=10), duration_s=60)

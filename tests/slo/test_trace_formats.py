@@ -103,6 +103,14 @@ def test_what_was_served_is_not_limited_by_what_clients_may_ask_for() -> None:
     assert (slo.slo_class, slo.tpot_s, slo.ttft_s) == ("fast", 0.005, 0.3)
 
 
+def test_prompts_may_hold_the_line_separators_of_unicode(tmp_path: Path) -> None:
+    """JSON lets them stand in a text as they are."""
+    rows = (TraceRow(0.0, 1, 1, text="a\u2028b"), TraceRow(1.0, 1, 1, text="c\x85d\u2029"))
+    write_jsonl(rows, tmp_path / "trace.jsonl")
+    assert read_trace(tmp_path / "trace.jsonl").rows == rows
+    assert len(read(tmp_path, MOONCAKE.replace("\n", "\r\n"))) == 2
+
+
 def test_fitting() -> None:
     trace = Trace(tuple(TraceRow(float(t), 1, 1) for t in range(11)))
     assert trace.rps == pytest.approx(1.0)

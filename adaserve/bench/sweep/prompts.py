@@ -17,6 +17,7 @@ import numpy as np
 from adaserve.bench.prompts import DISTINCT, distinct_share, that_loop_least
 from adaserve.bench.sweep.plan import SweepError
 from adaserve.bench.sweep.workload import MAX_OUTPUT_TOKENS, Workload
+from adaserve.files import json_lines
 
 PER_CLASS, PER_URGENT_CLASS = 48, 96
 LEAST = 16
@@ -55,8 +56,8 @@ class PromptPool:
 
     @classmethod
     def load(cls, path: Path) -> PromptPool:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return cls(tuple(ClassPrompt(**json.loads(line)) for line in lines))
+        lines = json_lines(path.read_text(encoding="utf-8"))
+        return cls(tuple(ClassPrompt(**json.loads(line)) for line in lines if line))
 
 
 Continue = Callable[[Sequence[str], float, int], Sequence[tuple[int, Sequence[int]]]]

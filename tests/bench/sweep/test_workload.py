@@ -192,6 +192,9 @@ def test_only_prompts_that_do_not_loop_are_kept_while_there_are_enough(tmp_path:
     assert all(0.5 <= shares[name] < 0.95 for name in Workload().names)
     pool.save(tmp_path / "prompts.jsonl")
     assert PromptPool.load(tmp_path / "prompts.jsonl") == pool
+    odd = PromptPool((ClassPrompt("chat", "a line\u2028and\x85another", 5),))
+    odd.save(tmp_path / "prompts.jsonl")
+    assert PromptPool.load(tmp_path / "prompts.jsonl") == odd, "JSON lets these stand in a text"
 
     everything_loops = screened_pool(Workload(), "coding", lambda ts, _, n: [(9, [1] * n) for _ in ts])[0]
     half = {"coding": 48, "chat": 24, "summarization": 24}
