@@ -86,7 +86,9 @@ class PrefillPacer:
         self._prefills = LearnedPrefills(float(one_s), float(far_s))
         self.outlook = Outlook(costs)
         self._recent = RecentWork()
-        self._holds = HoldBudget(tenant_share, tenant_share * self._rule.patience_s)
+        # Credit comes back while it is spent, so it lasts longer than what may be saved up.
+        at_once_s = tenant_share * self._rule.patience_s
+        self._holds = HoldBudget(tenant_share, (1.0 - tenant_share) * at_once_s)
         self._holders: set[str] = set()  # tenants for whose SLOs somebody waits in this iteration
         self._aims: WeakKeyDictionary[Any, Aim] = WeakKeyDictionary()
         self._turns: Turns = {}
