@@ -24,8 +24,8 @@ from adaserve.scheduler.profile import Profile
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.run import simulate, violations
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
-from adaserve.slo.classes import SLOConfig
-from adaserve.slo.trace import write_jsonl
+from adaserve.slo.classes import PAPER_MIX, SLOConfig
+from adaserve.slo.trace import TraceRow, write_jsonl
 
 
 def simulate_command(words: str, *more: str | Path) -> Result:
@@ -216,6 +216,17 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
     assert needed(files[0]) < needed(*files)
     assert read_recorded([str(files[0])], 0).rps == pytest.approx(4.0, rel=0.3)
     assert len(read_recorded(list(map(str, files)), 0)) == 400
+
+
+@pytest.mark.parametrize("stated", [{"slo_ttft_ms": 500.0}, {"slo_x_baseline": 2.0}, {"slo_tpot_ms": 50.0}])
+def test_a_trace_that_states_slos_gets_no_others(stated: dict[str, float], tmp_path: Path) -> None:
+    """As a server's recording, whose clients state a TTFT and nothing else."""
+    path, rows = tmp_path / "recorded.jsonl", (TraceRow(0.0, 9, 9), TraceRow(1.0, 9, 9, **stated))  # type: ignore[arg-type]
+    write_jsonl(rows, path)
+    assert read_workload(str(path), 0).rows == rows
+    assert read_recorded([str(path)], 0).rows == rows
+    write_jsonl(rows[:1], path)
+    assert read_workload(str(path), 0).rows[0].slo_class in PAPER_MIX
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from operator import attrgetter
 
 from adaserve.scheduler.simulator.workload import synthetic_trace
 from adaserve.slo.classes import PAPER_MIX
@@ -13,7 +14,7 @@ from adaserve.slo.trace_formats import read_trace
 
 def read_workload(spec: str, seed: int) -> Trace:
     """A trace file, or ``synthetic:N:RPS[:BURST]`` (BURST: squared coefficient of variation of gaps). Rows
-    without a class or SLO get the paper's mix."""
+    get the paper's mix where none of them has a class or SLO."""
     if spec.startswith("synthetic:"):
         requests, *rates = _numbers(spec)
         return synthetic_trace(int(requests), rates[0], seed, PAPER_MIX, *rates[1:])
@@ -46,6 +47,7 @@ def read_recorded(specs: list[str], seed: int) -> Trace:
 
 
 def _with_classes(trace: Trace, seed: int) -> Trace:
-    if all(row.slo_class is None and row.slo_tpot_ms is None for row in trace.rows):
+    stated = attrgetter("slo_class", "slo_tpot_ms", "slo_x_baseline", "slo_ttft_ms")
+    if all(stated(row) == (None,) * 4 for row in trace.rows):
         return replace(trace, rows=tuple(assign_classes(trace.rows, PAPER_MIX, seed)))
     return trace
