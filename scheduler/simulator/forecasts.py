@@ -53,11 +53,10 @@ def predict_requests(requests: Sequence[SimRequest], config: SimulationConfig) -
 
 
 def close_share(predicted: Sequence[float], delivered: Sequence[float] | FloatArray) -> float:
-    """Share of predictions within CLOSE of what was delivered; NaN without any."""
-    if not len(delivered):
-        return float("nan")
+    """Share of predictions within CLOSE of what was delivered; NaN without any. One that is NaN is none."""
     error = np.asarray(predicted) / np.asarray(delivered) - 1.0
-    return float((np.abs(error) <= CLOSE).mean())
+    error = error[~np.isnan(error)]
+    return float((np.abs(error) <= CLOSE).mean()) if len(error) else float("nan")
 
 
 class _Watch:

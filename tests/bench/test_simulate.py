@@ -195,6 +195,8 @@ def test_long_traces_and_fleets_are_looked_up(monkeypatch: pytest.MonkeyPatch) -
 def test_forecasts_are_compared_with_what_was_delivered() -> None:
     said = output_of("forecast --trace synthetic:40:1 --policy none --skip 10")
     assert "30 requests" in said and said.count("%") == 7
+    alone = output_of("forecast --trace synthetic:9:0.001 --policy none --skip 0")
+    assert "foreseen  nothing: each request ran alone" in alone and "nan" not in alone
     short = simulate_command("forecast --trace synthetic:40:1 --policy none --skip 40")
     assert short.exit_code == 2 and "no request is left" in short.output
 

@@ -114,6 +114,12 @@ def test_predictions_of_requests_that_arrive(policy):
     assert close_share(told, delivered) > close_share(by_load, delivered)
 
 
+def test_a_prediction_that_was_not_made_is_not_a_wrong_one():
+    nan = float("nan")
+    assert close_share([1.0, nan, 1.1, 2.0], [1.0, 1.0, 1.0, 1.0]) == pytest.approx(2 / 3)
+    assert np.isnan(close_share([nan], [1.0])) and np.isnan(close_share([], []))
+
+
 def test_time_before_the_first_iteration_is_nobodys():
     """The prefill of a request, or idle time before it came, is not part of its TPOT."""
     first = iteration(["chat"], [2], 9.0, total_s=0.014, decoded=0)

@@ -31,6 +31,9 @@ def forecast_text(
     lines = [f"{len(judged)} requests, {trace.rps:.2f} requests/s, policy {policy}"]
     lines.append(f"TPOT within {CLOSE:.0%} of delivered, and median error:")
     for name, values in told.items():
+        if np.isnan(values).all():
+            lines.append(f"  {name:9s} nothing: each request ran alone")
+            continue
         error = float(np.nanmedian(np.array(values) / delivered)) - 1
         lines.append(f"  {name:9s} {close_share(values, delivered):6.1%}   {error:+.1%}")
     return "\n".join(lines)
