@@ -72,6 +72,14 @@ def test_seeds_of_a_drawn_trace_are_seeds_of_one_load() -> None:
     assert re.findall(r"\| synthetic:20:3 \| (\S+) \| \S+ \+- \S+ \|", table) == ["1.5", "3"]
 
 
+def test_a_chain_is_as_long_as_its_name_says(tmp_path: Path) -> None:
+    policies = "--policy chain-8 --policy chain-12 --policy cut=chain-12:d_max=3"
+    output_of(f"run --trace synthetic:10:3 {policies} --out", tmp_path / "out")
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    tokens = {row["policy"]: row["accept_length"] for row in rows}
+    assert tokens["cut"] < tokens["chain-8"] < tokens["chain-12"]
+
+
 def test_times_of_nobody_are_not_zero() -> None:
     """Where the cache has room for no request, nobody has waited 0 ms for a token."""
     said = output_of("run --trace synthetic:20:3 --kv-tokens 1")

@@ -28,7 +28,7 @@ from adaserve.files import write_json
 from adaserve.loadgen.results import command_line
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.policies import build_policy, chain_length
 from adaserve.scheduler.prefill import Order, PrefillConfig
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT
 from adaserve.scheduler.simulator.order import ROW_ORDERS
@@ -148,7 +148,11 @@ def _with_policy(shared: SimulationConfig, spec: str) -> tuple[str, SimulationCo
     label, name, settings = _parts(spec)
     if name not in (*ROW_ORDERS, *CLAIRVOYANT):
         build_policy(name)
-    return label, replace(shared, policy=name, policy_config=_policy_config(settings, shared.replica.latency))
+    config = _policy_config(settings, shared.replica.latency)
+    # Unless a setting cuts it, a chain has its whole length: a shorter one would not be what it is called.
+    if "d_max=" not in settings:
+        config = replace(config, d_max=max(config.d_max, chain_length(name) or 0))
+    return label, replace(shared, policy=name, policy_config=config)
 
 
 def _policy_config(text: str, latency: LatencyModel) -> PolicyConfig:
