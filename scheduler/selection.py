@@ -218,12 +218,14 @@ def best_anywhere(
     return take_prefix(ranked, counts, nobody, trees.n_nodes)
 
 
-def everything(trees: CandidateTrees, cap: IntArray | None) -> Selection:
-    """All candidates that are not deeper than their row's ``cap`` [n], those too that have no probability."""
+def everything(trees: CandidateTrees, cap: IntArray | None, f: FloatArray | None = None) -> Selection:
+    """All candidates that are not deeper than their row's ``cap`` [n], those too that have no probability.
+    ``f`` [m]: how probable each is; None = as the draft says."""
+    f = path_probability(trees) if f is None else f
     row, n = trees.row, trees.n_rows
     keep = np.ones(trees.n_nodes, np.bool_) if cap is None else trees.depth <= cap[row]
     counts, expected = np.bincount(row[keep], minlength=n), np.ones(n)
-    expected += np.bincount(row, within_cap(trees, path_probability(trees), cap), n)
+    expected += np.bincount(row, within_cap(trees, f, cap), n)
     return Selection(keep, counts, np.zeros_like(counts), expected)
 
 

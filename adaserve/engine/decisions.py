@@ -49,11 +49,10 @@ class Decisions:
 
     def take_all(self, policy: Policy, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """All candidates, of which ``policy`` learns: that of the plan; another one may decide by now."""
-        if self.agreement.decides:
-            policy.select(plan, trees)
+        selection = policy.select(plan, trees) if self.agreement.decides else everything(trees, plan.cap)
         if self.recorder is not None:
             self.recorder.selected(plan)
-        return everything(trees, plan.cap)
+        return selection
 
     def observe(self, policy: Policy, outcome: IterationOutcome) -> None:
         """``policy``: that of the outcome's plan; another one may decide by now."""

@@ -88,16 +88,19 @@ class AdaptiveVerifyPolicy(BasePolicy):
         chosen = self.choose(plan, trees)
         if trees.n_nodes:
             self._bought.add(chosen.keep.mean())
-        return everything(trees, plan.cap) if plan.takes_all else chosen
+        return everything(trees, plan.cap, self.values(plan, trees)) if plan.takes_all else chosen
+
+    def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
+        """As the acceptance model has learned, [m]; 0 for those that may not be kept."""
+        q = claimed_probability(trees)
+        p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
+        return within_cap(trees, path_product(p, trees.above), plan.cap)
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The prefix of all chains' tokens that promises the most tokens per second."""
         if not trees.n_nodes:
             return Selection.nothing(trees.n_rows)
-        n = trees.n_rows
-        q = claimed_probability(trees)
-        p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
-        f = within_cap(trees, path_product(p, trees.above), plan.cap)
+        n, f = trees.n_rows, self.values(plan, trees)
         seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
         priced = price_nodes(trees, f, np.ones(n), seconds)
         if not priced.selection.keep.any() and plan.iteration % TRY_EVERY == TRY_EVERY - 1:

@@ -205,7 +205,11 @@ class BasePolicy:
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """What ``choose`` says, unless all are taken; then it may still learn of them."""
         chosen = self.choose(plan, trees)
-        return everything(trees, plan.cap) if plan.takes_all else chosen
+        return everything(trees, plan.cap, self.values(plan, trees)) if plan.takes_all else chosen
+
+    def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
+        """How probable every candidate is by all that is known, [m]."""
+        return path_probability(trees)
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from sched_factories import beam_trees, outcome, running
+from sched_factories import beam_trees, outcome, running, trees_from
 from test_policies import NAMES
 
 from adaserve.scheduler.config import PolicyConfig
@@ -132,6 +132,22 @@ def test_a_dry_run_changes_no_plan(name: str) -> None:
         for policy, mine in ((plain, plan), (prepared, same)):
             selection = policy.select(mine, trees)
             policy.observe(outcome(mine, trees, selection, selection.keep & (trees.depth == 1)))
+
+
+@pytest.mark.parametrize("name", sorted(BY_COST))
+def test_where_all_is_taken_the_policy_expects_what_it_has_learned(name: str) -> None:
+    """The metrics compare that with what comes of it. A draft that claims too much is no error of the policy,
+    which knows that."""
+    policy, n = build(name), 8
+    told = trees_from([[(-1, 0.9), (0, 0.9), (1, 0.9)]] * n)
+    accepted = (told.row % 2 == 0) & (told.depth == 1)  # half of the first tokens, and no others
+    batch = running(n, may_go_unread=True, underway=Draft(3))
+    plans = [policy.plan(batch, 1.0 + i) for i in range(200)]
+    for plan in plans:
+        selection = policy.select(plan, told)
+        policy.observe(outcome(plan, told, selection, accepted & selection.keep))
+    plan = next(plan for plan in reversed(plans) if plan.takes_all)
+    assert policy.select(plan, told).expected_tokens.sum() == pytest.approx(1.5 * n, rel=0.15)
 
 
 @pytest.mark.parametrize("name", sorted(ALWAYS))

@@ -16,11 +16,13 @@ import torch.multiprocessing as mp
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.agree import Agreement
+from adaserve.engine.decisions import Decisions
 from adaserve.engine.gpu.graphs import LEAST_FREE_BYTES, GraphTable, capture_all, least_free_bytes
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
+from adaserve.scheduler.selection import everything
 from tests.engine.trees.factories import decode_rows, drafted, running
 
 
@@ -83,6 +85,17 @@ def test_two_ranks(tmp_path: Path) -> None:
 def test_alone_nothing_is_sent() -> None:
     agreement = Agreement(GlooGroup(0, 1))
     assert agreement.alone and agreement.selection(lambda: 3) == 3  # type: ignore[arg-type, return-value]
+
+
+def test_of_what_is_taken_unread_the_first_rank_tells_what_its_policy_expects() -> None:
+    """As of a selection: the metrics are of the first rank."""
+    trees = drafted(decode_rows([5, 9, 3, 7]), 3, 3).trees
+    plan = build_policy("chain-3").plan(running(4), 1.0)
+    expects = dataclasses.replace(everything(trees, plan.cap), expected_tokens=np.full(4, 1.25))
+    policy: Any = SimpleNamespace(select=lambda plan, trees: expects)
+    first, second = (Decisions(SimpleNamespace(), Agreement(GlooGroup(n, 2)), None) for n in range(2))  # type: ignore[arg-type]
+    assert first.take_all(policy, plan, trees) is expects
+    assert np.array_equal(second.take_all(policy, plan, trees).keep, expects.keep)
 
 
 def test_ranks_never_prefill_by_their_clocks() -> None:
