@@ -69,7 +69,7 @@ class ClassSnapshot(msgspec.Struct):
 
 
 class History(msgspec.Struct):
-    """Equally spaced points, oldest first; None where nothing happened. ``t``: epoch seconds."""
+    """Equally spaced points, oldest first; None where nothing happened or is known. ``t``: epoch seconds."""
 
     t: list[float]
     goodput_tps: Points
@@ -306,6 +306,8 @@ def _history(buckets: Mapping[int, Bucket], names: Sequence[str], last_key: int)
     # At least one point: at first, and after a rest, the only bucket is the one that is still filling.
     keys = range(min([*buckets, last_key]), last_key + 1)
     at = [buckets.get(k) for k in keys]
+    # Of the first points of a full history, part of what they are over has been dropped.
+    whole_from = last_key + 1 - int(HISTORY_S / BUCKET_S) + SMOOTHING
 
     def mean(name: str, per: str | None = None) -> Points:
         """Per iteration, or per unit of another sum."""
@@ -319,7 +321,7 @@ def _history(buckets: Mapping[int, Bucket], names: Sequence[str], last_key: int)
     def tokens(name: str) -> Points:
         made = [0 if b is None else sum(getattr(c, name) for c in b.classes.values()) for b in at]
         rates: list[float] = (_moving_sum(np.array(made, float), SMOOTHING) / (SMOOTHING * BUCKET_S)).tolist()
-        return list(rates)
+        return [rate if whole_from <= k else None for k, rate in zip(keys, rates, strict=True)]
 
     none = ClassCounts()
     per_class = {n: [none if b is None else b.classes.get(n, none) for b in at] for n in names}

@@ -95,6 +95,17 @@ def test_a_steady_rate_is_shown_as_it_is(since_s: float) -> None:
     assert snap.throughput_tps == pytest.approx(80, rel=0.01)
 
 
+def test_a_steady_rate_is_steady_in_all_of_the_history() -> None:
+    s, clock = stats()
+    for _ in range(800):
+        s.finish(request())
+        clock.now += 0.5
+    rates = build_snapshot([s.state()]).history.throughput_tps
+    shown = [rate for rate in rates if rate is not None]
+    assert shown == pytest.approx([80.0] * len(shown)) and len(shown) > 140
+    assert rates[-len(shown) :] == shown, "only the oldest points are not known"
+
+
 def test_what_a_draft_learns_is_counted_up() -> None:
     """Counters, so that a rate survives a restart; the learner tells sums."""
     registry = CollectorRegistry()
