@@ -46,6 +46,7 @@ class View(NamedTuple):
     situation: Situation
     waiting: list[Any]  # the started prompt, if there is one, and those of the queue that are looked at
     places: IntArray  # of these, in a list of the started prompt, if there is one, and the whole queue
+    aims: list[Aim]  # of all in that list
     running: list[Any]  # the rows of ``batch``
     batch: RunningBatch
     turns: Turns
@@ -57,6 +58,7 @@ class Aim(NamedTuple):
     arrival_s: float
     ttft_slo_s: float
     due_s: float  # when the first token should be out
+    slo_class: str
 
 
 _Queued = tuple[float, int, float]  # when it is due, its place in the queue, and when it came
@@ -144,35 +146,34 @@ class PrefillPacer:
         plan = plan_prefill(situation, len(load.running))
         if plan.lost:
             self._recent.lost_at_s = now_s
-        admitted = set(plan.order.tolist())
-        self._ledger.gate(
-            (self._ledger.slo(r).slo_class, now_s - self._ledger.arrival_s(r))
-            for i, r in enumerate(view.waiting)
-            if i not in admitted
-        )
+        order = view.places[plan.order]
+        self._ledger.gate((aim.slo_class, now_s - aim.arrival_s) for aim in _held_back(view, order))
         if self._holds.limits:
-            starting = admitted if plan.tokens else set()
+            starting = set(plan.order.tolist()) if plan.tokens else set()
             held = [r for i, r in enumerate(view.waiting) if i not in starting]
             binding = binding_rows(situation.pressure.slack_s, view.batch.tpot_slo_s)
             tight = [view.running[i] for i in binding]
             self._holders = self._holding_up(tight, held)
-        return replace(plan, order=view.places[plan.order])
+        return replace(plan, order=order)
 
     def view(self, load: Load, now_s: float) -> View:
         """The pressure foresees one request more than those that are looked at."""
         started = [] if load.started is None else [load.started]
-        picked, turns = self._looked_at(load.waiting, now_s)
+        every = [self._aim(req) for req in (*started, *load.waiting)]
+        picked, turns = self._looked_at(load.waiting, every[len(started) :], now_s)
         waiting = [*started, *(load.waiting[i] for i in picked)]
-        aims = [*map(self._aim, started), *picked.values()]
+        aims = [*every[: len(started)], *picked.values()]
         places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)
         running, batch = self._decoding(load.running, now_s)
         chunks = self._prefills.chunks(load.most_tokens, self._costs.slowdown)
         pressure = self._recent.pressure(self._costs, batch, len(waiting) + 1, chunks, now_s)
         rule = replace(self._rule, chunk_tokens=load.most_tokens)
         queue = self._waiting(waiting, aims, load.started)
-        return View(Situation(rule, queue, now_s, pressure), waiting, places, running, batch, turns)
+        return View(Situation(rule, queue, now_s, pressure), waiting, places, every, running, batch, turns)
 
-    def _looked_at(self, waiting: Sequence[Any], now_s: float) -> tuple[dict[int, Aim], Turns]:
+    def _looked_at(
+        self, waiting: Sequence[Any], aims: Sequence[Aim], now_s: float
+    ) -> tuple[dict[int, Aim], Turns]:
         """By place in the queue, rising: retracted requests, whose first token was out long ago, and what the
         rule looks at. Also whose turns it is now.
 
@@ -181,8 +182,8 @@ class PrefillPacer:
         come behind all that wait. Answers of one request have come at the very same time."""
         picked, stated, patient = dict[int, Aim](), list[_Queued](), list[_Queued]()
         turns: Turns = {}
-        for i, req in enumerate(waiting):
-            arrival_s, ttft_slo_s, due_s = aim = self._aim(req)
+        for i, (req, aim) in enumerate(zip(waiting, aims, strict=True)):
+            arrival_s, ttft_slo_s, due_s, _ = aim
             if req.output_ids:
                 picked[i] = aim
             elif math.isfinite(ttft_slo_s):
@@ -195,7 +196,7 @@ class PrefillPacer:
                     turns[arrival_s] = req.rid, since_s
                 patient.append((since_s + self._rule.patience_s, i, since_s))
         for due_s, i, since_s in looked_at(self._rule, sorted(stated), sorted(patient), now_s):
-            picked[i] = Aim(since_s, self._aim(waiting[i]).ttft_slo_s, due_s)
+            picked[i] = aims[i]._replace(arrival_s=since_s, due_s=due_s)
         return dict(sorted(picked.items())), turns
 
     def _holding_up(self, tight: Iterable[Any], held: Iterable[Any]) -> set[str]:
@@ -234,8 +235,17 @@ class PrefillPacer:
         if (found := self._aims.get(req)) is None:
             arrival_s, ttft_slo_s = self._ledger.arrival_s(req), self._ledger.slo(req).ttft_s
             due_s = float(first_token_due_s(arrival_s, ttft_slo_s, self._rule.patience_s))
-            found = self._aims[req] = Aim(arrival_s, ttft_slo_s, due_s)
+            found = self._aims[req] = Aim(arrival_s, ttft_slo_s, due_s, self._ledger.slo(req).slo_class)
         return found
+
+
+def _held_back(view: View, order: IntArray) -> list[Aim]:
+    """Of prompts that must not start yet; ``order``: those that may. Prompts that were not looked at come
+    behind the others: they are held back if one of these is."""
+    if len(order) == len(view.waiting):
+        return []
+    starting = set(order.tolist())
+    return [aim for i, aim in enumerate(view.aims) if i not in starting]
 
 
 def _prompt_left(req: Any, started: bool) -> int:

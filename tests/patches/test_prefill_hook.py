@@ -297,6 +297,20 @@ def test_prompts_wait_while_one_more_would_be_too_many() -> None:
     assert step(scheduler(full(0.042, prefill_headroom=0.0), [Request("new")]), TWO) is not None
 
 
+@pytest.mark.parametrize("n", [3, 64, 300])
+def test_all_that_the_gate_holds_back_are_counted(n: int) -> None:
+    """A decision looks at some of a long queue; the others wait behind these."""
+    queue = [Request(f"w{i}", prompt=50, age_s=0.001 * i) for i in range(n)]
+    for slo_s, held in ((0.042, n), (0.100, 0)):
+        paced = full(slo_s)
+        plan = paced.plan(Load(TWO.reqs, None, queue[: n if held else 3], 64, 256, paced=True), NOW)
+        assert len(plan.order) == (0 if held else 3)
+        waits = paced._ledger.held[-1]  # type: ignore[attr-defined]
+        assert len(waits) == held and max((s for _, s in waits), default=0.0) == pytest.approx(
+            0.001 * (held - 1) if held else 0.0
+        )
+
+
 @pytest.mark.parametrize(("since_last_s", "waits"), [(0.040, False), (0.070, True)])
 def test_all_the_time_between_iterations_counts(since_last_s: float, waits: bool) -> None:
     """Iterations take 40 ms, but one ends only every 70 ms: SGLang and streaming take the rest."""
