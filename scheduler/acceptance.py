@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve.scheduler.interface import (
+    DRAFTED,
     BoolArray,
     CandidateTrees,
     FloatArray,
@@ -87,6 +88,18 @@ def find_tested_in(seen: Verified) -> Tested:
     # A row's nodes are ordered by depth, and the last assignment stays: the deepest one.
     tried[row] = depth
     passed[row[accepted]] = depth[accepted]
+    return Tested(node, row, accepted, tried, passed)
+
+
+def drafted_of(tests: Tested, seen: Verified) -> Tested:
+    """Of the nodes that ``seen`` tested, those that draft steps made: offers say nothing of a draft."""
+    if seen.trees.source is None:
+        return tests
+    mine, n = seen.trees.source[tests.node] & DRAFTED > 0, seen.trees.n_rows
+    node, row, accepted = tests.node[mine], tests.row[mine], tests.accepted[mine]
+    depth = seen.trees.depth[node]
+    begins = np.append(True, (row[1:] != row[:-1]) | (depth[1:] != depth[:-1]))[: len(node)]  # a level
+    tried, passed = (np.bincount(row[of], minlength=n) for of in (begins, accepted))
     return Tested(node, row, accepted, tried, passed)
 
 

@@ -75,7 +75,7 @@ class DraftWindows:
         return None
 
     def observe(self, outcomes: Sequence[IterationOutcome], tests: Tested) -> None:
-        """Iterations of one batch, and what of all of them together was tested."""
+        """Iterations of one batch, and what of the drafts of all of them together was tested."""
         running, shape = outcomes[0].plan.running, (len(outcomes), -1)
         none = np.zeros(len(running), np.int64)
         used = np.stack([none if (w := o.plan.draft.window) is None else w for o in outcomes])

@@ -11,7 +11,7 @@ from statistics import median_low
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import AcceptanceRate, Verified, find_tested_in
+from adaserve.scheduler.acceptance import AcceptanceRate, Verified, drafted_of, find_tested_in
 from adaserve.scheduler.calibration import Calibrator, claimed_probability, group_of
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs import LearnedCosts
@@ -251,7 +251,7 @@ class BasePolicy:
         tests = find_tested_in(seen)
         self.level_rate.observe(tests.tried, tests.passed)
         if self.windows is not None:
-            self.windows.observe(outcomes, tests)
+            self.windows.observe(outcomes, drafted_of(tests, seen))
         told = [o for o in outcomes if o.plan.iteration % self.calibrate_every == 0]
         if not told:
             return

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sched_factories import beam_trees, outcome, running
+from sched_factories import beam_trees, outcome, running, trees_from
 
+from adaserve.scheduler.acceptance import Verified, drafted_of, find_tested_in
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import (
+    MODEL,
     CandidateTrees,
     Context,
     Draft,
@@ -127,6 +129,34 @@ def test_other_windows_are_tried_now_and_then_and_a_change_is_noticed() -> None:
     assert tried == {0, 256, 64}
     after = engine.serve(1500, lambda r, w: 0.85 if w == 256 else 0.4)
     assert share(after[-200:], 256) > 0.7
+
+
+def test_offers_say_nothing_of_how_much_drafts_should_read() -> None:
+    """What earlier text has proposed is accepted; nothing was drafted, so nothing is known of any window."""
+    policy, n = priced(2e-8), 4
+    told = trees_from([[(-1, 0.9), (0, 0.9)]] * n)
+    offered = replace(told, source=np.full(told.n_nodes, 8))
+    batch = running(n, context_tokens=4000, offered=offered)
+    for i in range(60):
+        plan = replace(policy.plan(batch, 1.0 + i), draft=Draft(0))
+        selection = policy.select(plan, offered)
+        policy.observe(outcome(plan, offered, selection, selection.keep))
+    assert policy.windows is not None
+    rates = [rate.of_rows(("r0", "new"), ("chat", "chat")).tolist() for rate in policy.windows._rates]
+    assert rates == [[pytest.approx(0.7)] * 2] * 3
+
+
+def test_where_offers_join_a_draft_its_own_levels_count() -> None:
+    """Per row: accepted on both levels; the first level by an offer, the second one not at all; offers
+    alone."""
+    row = [(-1, 0.6), (-1, 0.3), (0, 0.5), (1, 0.5)]
+    trees = trees_from([row, row, row[:1]])
+    source = np.array([MODEL, 8, MODEL | 8, 8, MODEL, 8, MODEL, MODEL, 8])
+    accepted = np.array([1, 0, 1, 0, 0, 1, 0, 0, 1], np.bool_)
+    seen = Verified(replace(trees, source=source), np.ones(9, np.bool_), accepted)
+    tests = drafted_of(find_tested_in(seen), seen)
+    assert tests.tried.tolist() == [2, 2, 0] and tests.passed.tolist() == [2, 0, 0]
+    assert tests.node.tolist() == [0, 2, 4, 7]
 
 
 def test_costly_windows_are_tried_rarely() -> None:
