@@ -181,11 +181,11 @@ class Calibrator:
 
     def reliability(self) -> dict[str, list[tuple[float, float, float]]]:
         """Reliability curve per class, of drafted candidates: (mean claimed q, observed acceptance, tests) of
-        non-empty bins."""
+        non-empty bins. Classes of which no candidate was tested have none."""
         curves: dict[str, list[tuple[float, float, float]]] = {}
         accepted, claimed, tests = self._sums
         for name, i in self._numbers.number.items():
-            if i < tests.shape[0]:
+            if i < tests.shape[0] and tests[i, :N_BINS].any():
                 curves[name] = [
                     (
                         float(claimed[i, b] / tests[i, b]),

@@ -147,7 +147,7 @@ def aggregate(
     groups: dict[tuple[str, float, str], list[float]] = {}
     for row in rows:
         groups.setdefault((row["workload"], row["load_rps"], row["policy"]), []).append(
-            math.nan if row[key] is None else float(row[key])
+            math.nan if row.get(key) is None else float(row[key])
         )
     return {k: (float(np.mean(v)), (max(v) - min(v)) / 2, len(v)) for k, v in groups.items()}
 
@@ -186,9 +186,10 @@ def _cell(found: tuple[float, float, int] | None, scale: float) -> str:
 
 def _one_place(rows: list[Row], policies: list[str]) -> str:
     """Many policies on one workload: a policy a line, mean +- half range over seeds."""
+    names = sorted({name for row in rows for name in row["summary"]["by_class"]})  # a seed may lack one
     columns = {
         "violations": ("violations, %", 100.0),
-        **{f"violations_{name}": (f"{name}, %", 100.0) for name in sorted(rows[0]["summary"]["by_class"])},
+        **{f"violations_{name}": (f"{name}, %", 100.0) for name in names},
         "mean_ttft_ms": ("mean TTFT, ms", 1.0),
         "p99_ttft_ms": ("p99 TTFT, ms", 1.0),
         "mean_tpot_ms": ("mean TPOT, ms", 1.0),

@@ -80,6 +80,31 @@ def test_a_chain_is_as_long_as_its_name_says(tmp_path: Path) -> None:
     assert tokens["cut"] < tokens["chain-8"] < tokens["chain-12"]
 
 
+MANY = "".join(
+    f" --policy {name}" for name in ("priced", "none", "adaserve", *(f"chain-{k}" for k in "1234"))
+)
+"""More policies than fit beside each other: they stand in lines."""
+
+
+def test_seeds_need_not_have_the_same_classes() -> None:
+    said = output_of(f"run --trace synthetic:4:3 --seeds x3{MANY}")
+    heads = next(line for line in said.splitlines() if line.startswith("| policy"))
+    assert all(f"| {name}, % |" in heads for name in PAPER_MIX)
+
+
+def test_a_replica_without_iterations_has_no_means() -> None:
+    said = output_of(f"run --trace synthetic:5:3 --kv-tokens 1{MANY}")
+    assert re.search(r"\| priced \| 1 \| 100\.0 \|.*\|  \|  \|$", said, re.MULTILINE)
+
+
+def test_a_class_that_never_speculates_has_no_reliability(tmp_path: Path) -> None:
+    """Of answers of two tokens the first is the prefill's, and the second needs no draft."""
+    rows = [TraceRow(0.1 * i, 50, 2 if i % 2 else 100, "chat" if i % 2 else "coding") for i in range(10)]
+    write_jsonl(rows, tmp_path / "trace.jsonl")
+    output_of("run --policy priced --trace", tmp_path / "trace.jsonl", "--out", tmp_path / "out")
+    assert (tmp_path / "out" / "reliability.png").stat().st_size
+
+
 def test_times_of_nobody_are_not_zero() -> None:
     """Where the cache has room for no request, nobody has waited 0 ms for a token."""
     said = output_of("run --trace synthetic:20:3 --kv-tokens 1")
