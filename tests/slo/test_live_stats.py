@@ -325,6 +325,7 @@ def test_prometheus_counts() -> None:
         ({"failed": True}, "failed"),
         ({"ttft_slo_s": 0.05}, "first token came late"),
         ({"tpot_s": 0.05, "retractions": 2}, "retracted 2 times"),
+        ({"ttft_slo_s": 0.05, "tpot_s": 0.05, "retractions": 1}, "retracted once"),
         ({"tpot_s": 0.05, "stall_s": 0.7, "iterations": 20}, "prefills of other requests took 700 ms"),
         (
             {"tpot_s": 0.05, "iterations": 30, "mean_running": 9.0},
