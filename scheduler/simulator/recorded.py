@@ -39,7 +39,7 @@ class RecordedChildren:
 
 
 def load_children(path: Path) -> RecordedChildren:
-    """Builds the source from a recording. Raises ValueError when it holds no drafted iterations."""
+    """Builds the source from a recording. Raises ValueError when no candidate of it was verified."""
     calibrator, best, second = Calibrator(), [], []
     for item in read_recording(path):
         trees, running = item.trees, item.plan.running
@@ -55,9 +55,10 @@ def load_children(path: Path) -> RecordedChildren:
                 best.append(float(first[0]))
             if len(first) > 1 and first[0] < 1:
                 second.append(float(first[1] / (1 - first[0])))
-    if not best:
-        raise ValueError(f"{path} holds no iteration with candidates; record while speculation is on")
-    accept = np.clip(calibrator.factors()[0] * MIDDLE, 0.0, 0.999)
+    factors = calibrator.factors()
+    if not best or not len(factors):
+        raise ValueError(f"{path} holds no verified candidates; record while speculation is on")
+    accept = np.clip(factors[0] * MIDDLE, 0.0, 0.999)
     share = float(np.clip(np.mean(second), 0.05, 0.95)) if second else 0.5
     return RecordedChildren(np.sort(np.array(best)), share, accept)
 

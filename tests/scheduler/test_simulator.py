@@ -472,6 +472,16 @@ class TestReplay:
         result = simulate(requests(10), replace(config("priced"), children=source))
         assert all(r.finished for r in result.requests)
 
+    def test_no_trees_can_be_drawn_where_none_was_verified(self, tmp_path):
+        self.record(tmp_path / "run.jsonl", "adaserve")
+        lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line.get("selection"):
+                line["selection"]["keep"] = [False] * len(line["selection"]["keep"])
+        (tmp_path / "none.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with pytest.raises(ValueError, match="holds no verified candidates"):
+            load_children(tmp_path / "none.jsonl")
+
     def test_a_recording_tells_how_busy_the_host_was(self, tmp_path):
         self.record(tmp_path / "run.jsonl", "adaserve")
         slowdown = recorded_slowdown(tmp_path / "run.jsonl", LATENCY)
