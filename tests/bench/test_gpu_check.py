@@ -91,6 +91,8 @@ def test_outputs_are_compared_with_mercy_for_ties(tmp_path: Path) -> None:
     assert found["widest_tie"] == 0.05 and found["tie_margin"] == 0.09
     check.found.margin_noise = 0.01
     assert check._compare([Answer((1, 7, 7))] * 3)["ties"] == 0, "decided, where rounding does so little"
+    broken_off = check._compare([Answer((1, 2)), Answer(())])
+    assert (broken_off["identical"], len(broken_off["different"])) == (0, 2)
     assert found["different"] == [
         {"prompt": 1, "token": 2, "margin": 1.0}, {"prompt": 3, "token": 0, "margin": 1.0},
     ]  # fmt: skip

@@ -307,11 +307,14 @@ class Check:
 
     def _compare(self, given: Sequence[Answer]) -> dict[str, Any]:
         """Outputs against the reference; a difference counts as a tie where the reference was undecided."""
-        same, ties, different = 0, [], []
+        same, ties, different = 0, list[float](), list[dict[str, Any]]()
         most = max(LEAST_TIE, TIE_NOISE * (self.found.margin_noise or 0.0))
         for i, (answer, right) in enumerate(zip(given, self.found.reference, strict=False)):
             at = answers.first_difference(answer.output_ids, right.output_ids)
-            if at is None:
+            lengths = {len(answer.output_ids), len(right.output_ids)}
+            if at is None and len(lengths) > 1:  # it broke off: all are asked for as many tokens
+                different.append({"prompt": i, "token": min(lengths), "margin": None})
+            elif at is None:
                 same += 1
             elif right.margins[at] < most:
                 ties.append(right.margins[at])
