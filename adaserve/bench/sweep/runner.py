@@ -102,6 +102,12 @@ class Sweep:
                     f"this sweep was started on another host ({name.replace('_', ' ')}: {begun[name]}, here "
                     f"{now[name]}): speeds differ, so give another folder with --out"
                 )
+        deepest = self.spec.config.max_depth
+        if (before := head.get("server", {}).get("max_depth", deepest)) != deepest:
+            raise SweepError(
+                f"trees of this sweep had up to {before} levels, and with these systems all would have up to "
+                f"{deepest}: leave longer chains out, or give another folder with --out"
+            )
         return head
 
     def _new_head(self) -> dict[str, Any]:

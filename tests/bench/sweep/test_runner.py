@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from adaserve.bench.sweep import runner
+from adaserve.bench.sweep.commands import server_of
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import ClassPrompt, PromptPool
 from adaserve.bench.sweep.report import write_all
 from adaserve.bench.sweep.runner import Sweep
-from adaserve.bench.sweep.store import Store
+from adaserve.bench.sweep.store import Store, merged
 from adaserve.bench.sweep.systems import STOCK, System
 from adaserve.host import describe_host
 from adaserve.server import ServerSpec
@@ -76,7 +77,8 @@ class World:
         self.output = io.StringIO()
         self.now_s = 0.0
         self.compared = 0
-        mine = {"host": describe_host(), "plan": PLAN.to_json(), "server_settings": {}}
+        server = {**HEAD["server"], "max_depth": ServerSpec().config.max_depth}
+        mine = {"host": describe_host(), "plan": PLAN.to_json(), "server_settings": {}, "server": server}
         head = {**HEAD, "commands": [], **mine}
         self.store.write_head(head)
         PromptPool(tuple(ClassPrompt(c, c, 9) for c in ("coding", "chat", "summarization"))).save(
@@ -194,6 +196,17 @@ def test_a_sweep_does_not_go_on_on_another_host(world: World, key: str) -> None:
     world.store.write_head({**world.store.head(), "host": {**describe_host(), key: 0}})
     with pytest.raises(SweepError, match="another host"):
         world.sweep()
+
+
+def test_a_sweep_does_not_go_on_with_deeper_trees(world: World) -> None:
+    """All policies draft up to the depth of the longest chain: half of their blocks would not be like the
+    other half."""
+    assert world.sweep()
+    plan = merged(PLAN, {"policies": ("chain-8",)})
+    spec = server_of({"server": {}, "config": {}}, plan)
+    with pytest.raises(SweepError, match=r"up to 5 levels.* up to 8: .* --out"):
+        Sweep(world.store, plan, spec, Console(quiet=True), {}).run()
+    assert SweepPlan.from_json(world.store.head()["plan"]) == PLAN, "so the sweep can still be continued"
 
 
 def test_what_is_measured_before_the_blocks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
