@@ -45,7 +45,10 @@ class PromptPool:
         """(text, tokens) of one of the prompts whose length is nearest to ``tokens``."""
         mine = [p for p in self.prompts if p.category == category]
         if not mine:
-            raise SweepError(f"there is no prompt of class {category!r}: delete prompts.jsonl and run again")
+            raise SweepError(
+                f"there is no prompt of class {category!r}, so the SLO classes are not those that this sweep "
+                "began with: put them back, or give another folder with --out"
+            )
         near = sorted(mine, key=lambda p: (abs(p.tokens - tokens), p.text))[:_NEAREST]
         chosen = near[int(rng.integers(len(near)))]
         return chosen.text, chosen.tokens

@@ -135,11 +135,14 @@ class Sweep:
         """Baseline, prompts and capacity, unless a previous call found them."""
         head = self.head
         if not head.get("capacity_rps") or not self.store.prompts.exists():
+            if finished := self.store.finished():
+                raise _other_requests(len(finished))
             self._say("measuring the baseline, the prompts and the capacity of this host")
             server = self.servers.serve(system(PLAIN))
             self._set_up(server)
             head["latency_model"] = (servers.report_of(server) or {}).get("latency")
         self.requests = self._requests()
+        self._check_requests()
         self.store.write_head(head)
         if self.plan.check_points and "idle_rounds" not in head:
             self._say("comparing `none` with SGLang without speculation, while both are fresh")
@@ -154,6 +157,16 @@ class Sweep:
             f", prefill {prefill.fixed_ms:.1f} ms + {prefill.per_token_ms:.2f} ms per token; TPOT "
             + ", ".join(f"{n} {'none' if v is None else f'{v:.1f} ms'}" for n, v in slos.items())
         )
+
+    def _check_requests(self) -> None:
+        """Raises SweepError where blocks would have other requests or SLOs than those that were played."""
+        finished, points = self.store.finished(), set[Point]()
+        for case in self.plan.blocks_in_order():
+            line = finished.get(case.id, {})
+            if "trace_sha256" in line and case.point not in points:
+                points.add(case.point)
+                if self.requests.traffic(case).sha256 != line["trace_sha256"]:
+                    raise _other_requests(len(finished))
 
     def _requests(self) -> Requests:
         """With what was measured so far."""
@@ -314,6 +327,13 @@ class Sweep:
 
     def _say(self, text: str) -> None:
         self.bar.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _other_requests(finished: int) -> SweepError:
+    return SweepError(
+        f"requests would not be like those of the {finished} blocks that are there: prompts.jsonl, the SLO "
+        "classes or a trace have changed since. Put them back, or give another folder with --out"
+    )
 
 
 def client_faults(line: Mapping[str, Any], answers: Sequence[RequestRecord]) -> list[str]:

@@ -109,6 +109,7 @@ class World:
             **case_line(case, answers),
             "others": others.pop(0) if len(others) > 1 else others[0],
             "invalid_reasons": self.invalid[case.id].pop(0) if self.invalid.get(case.id) else [],
+            "trace_sha256": traffic.sha256,
         }, answers
 
     def sweep(self, plan: SweepPlan = PLAN, **options: Any) -> bool:
@@ -207,6 +208,26 @@ def test_a_sweep_does_not_go_on_with_deeper_trees(world: World) -> None:
     with pytest.raises(SweepError, match=r"up to 5 levels.* up to 8: .* --out"):
         Sweep(world.store, plan, spec, Console(quiet=True), {}).run()
     assert SweepPlan.from_json(world.store.head()["plan"]) == PLAN, "so the sweep can still be continued"
+
+
+def test_a_sweep_goes_on_with_the_same_requests_only(world: World, tmp_path: Path) -> None:
+    """Its plan names files, which may have changed. Other systems would be compared by other SLOs."""
+    classes = tmp_path / "classes.yaml"
+    mine = "classes: {coding: {x_baseline: 1.2}, chat: {x_baseline: 2}, summarization: {x_baseline: 5}}"
+    classes.write_text(mine)
+    plan = replace(PLAN, slo_config=str(classes))
+    assert world.sweep(plan) and world.sweep(plan)
+    more, prompts = merged(plan, {"policies": ("turbospec",)}), world.store.prompts.read_text()
+    for changed in (mine.replace("1.2", "1.5"), mine.replace("chat", "talk")):
+        classes.write_text(changed)
+        with pytest.raises(SweepError, match="--out"):
+            world.sweep(more)
+    classes.write_text(mine)
+    world.store.prompts.unlink()  # it would be made again, with another baseline and capacity
+    with pytest.raises(SweepError, match="the 4 blocks that are there"):
+        world.sweep(more)
+    world.store.prompts.write_text(prompts)
+    assert len(world.ran) == 4 and world.sweep(more) and len(world.ran) == 6
 
 
 def test_what_is_measured_before_the_blocks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
