@@ -46,6 +46,9 @@ def test_who_wins_and_where_it_rises() -> None:
     text = table(cells)
     assert "- a: at no context" in text and "- b: from 1 tokens on" in text
     assert cells[3].tokens_per_s == pytest.approx(4 * 1.2)
+    longest = [cell(1, 3, "b", 1.0)]
+    assert rising_from([*cells, *longest], "b") == 1, "where more requests do not fit, nothing is known"
+    assert rising_from(longest, "b") is None
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])

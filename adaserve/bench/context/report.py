@@ -56,12 +56,15 @@ def winner(cells: Sequence[Cell]) -> str:
 
 
 def rising_from(cells: Sequence[Cell], mode: str) -> int | None:
-    """The shortest measured context from which on the mode's speedup grows with every step in requests."""
+    """The shortest measured context from which on the mode's speedup grows with every step in requests. One
+    with a single number of requests, as where more do not fit, says nothing of that."""
     found = None
     mine = [c for c in cells if c.mode == mode]
     for context in sorted({c.context for c in mine}, reverse=True):
         row = sorted((c for c in mine if c.context == context), key=lambda c: c.requests)
-        if len(row) < 2 or not rises([c.best.ratio for c in row]):
+        if len(row) < 2:
+            continue
+        if not rises([c.best.ratio for c in row]):
             break
         found = context
     return found
