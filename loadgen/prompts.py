@@ -28,7 +28,7 @@ CHARS_PER_TOKEN = 3.5
 class Tokenizer(Protocol):
     """What a Hugging Face tokenizer offers."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: list[int]) -> str: ...
 
 
@@ -50,7 +50,10 @@ class PromptStore:
         rng = np.random.default_rng(seed)
         if self.tokenizer is not None:
             text = _gather(pool, n_tokens * 8, rng)
-            return self.tokenizer.decode(self.tokenizer.encode(text)[:n_tokens])
+            # What a tokenizer begins texts with, such as <s>, is counted, but not sent: servers add it.
+            own = len(self.tokenizer.encode(""))
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            return self.tokenizer.decode(ids[: max(1, n_tokens - own)])
         n_chars = max(1, round(n_tokens * self.chars_per_token.get(category, CHARS_PER_TOKEN)))
         return _cut(_gather(pool, n_chars, rng), n_chars)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,25 @@ def test_prompts_may_hold_the_line_separators_of_unicode(tmp_path: Path) -> None
     path, text = tmp_path / "p.jsonl", "one\u2028two\x85three"
     path.write_text(json.dumps({"category": "chat", "text": text}, ensure_ascii=False), encoding="utf-8")
     assert load_prompts(path).get("chat", 3, "k") in text
+
+
+class Letters:
+    """A tokenizer that begins texts as Llama's does, and reads such a token where a text spells it."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        found = [0 if part == "<s>" else ord(part) for part in re.findall(r"<s>|.", text, re.DOTALL)]
+        return [0, *found] if add_special_tokens else found
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(k) if k else "<s>" for k in token_ids)
+
+
+@pytest.mark.parametrize("tokens", [2, 100, 1000])
+def test_with_a_tokenizer_prompts_have_just_as_many_tokens_on_a_server(tokens: int) -> None:
+    tokenizer = Letters()
+    text = load_prompts(tokenizer=tokenizer).get("chat", tokens, "k")
+    assert "<s>" not in text, "the server would read it twice"
+    assert len(tokenizer.encode(text)) == tokens
 
 
 def test_disconnects_are_a_share() -> None:
