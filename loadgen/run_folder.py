@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
 from adaserve.loadgen.results import is_amount, iter_records
@@ -20,6 +21,9 @@ from adaserve.slo.metrics import PLAYED, RequestRecord, summarize
 
 _STAMP = re.compile(r"^\d{8}T\d{6}Z-")
 _SEED = re.compile(r"[-_](seed|s)\d+$")
+
+NOT_ENDED = "it was killed, or has not ended: there is no summary.json"
+"""Why a run is not valid of which there is nothing but records."""
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -95,8 +99,11 @@ def _ratio(record: RequestRecord) -> float:
 
 
 def _summary_of_the_run(folder: Path) -> dict[str, Any]:
-    """The usable part of ``summary.json``; everything else comes from the records."""
+    """The usable part of ``summary.json``; everything else comes from the records. A run that has not written
+    it, or was killed while it did, has a warm-up all the same."""
     old = _json(folder / "summary.json")
+    if not old:
+        old = {"warmup_s": _planned_warmup_s(folder), "invalid_reasons": [NOT_ENDED]}
     warmup_s, reasons = old.get("warmup_s"), old.get("invalid_reasons")
     old["warmup_s"] = float(warmup_s) if is_amount(warmup_s) else 0.0
     old["invalid_reasons"] = [str(r) for r in reasons] if isinstance(reasons, list) else []
@@ -122,6 +129,13 @@ def _is_count(of_class: Any) -> bool:
 def _is_comparison(of_class: Any) -> bool:
     """Whether this says how much of the present and of the first draft is accepted."""
     return isinstance(of_class, dict) and all(is_amount(of_class.get(d)) for d in ("present", "first"))
+
+
+def _planned_warmup_s(folder: Path) -> Any:
+    try:
+        return yaml.safe_load(_config_of_the_run(folder))["warmup_s"]
+    except (yaml.YAMLError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _config_of_the_run(folder: Path) -> str:

@@ -321,6 +321,22 @@ def config_file(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("config", ["duration_s: 60\nwarmup_s: 5\n", "[", "5", None])
+def test_a_run_without_a_summary_is_not_valid_and_has_its_warm_up(config: str | None, tmp_path: Path) -> None:
+    """Everything of it was killed, or it still runs."""
+    times = (0.5, 6.0)
+    records = [record(id=str(k), scheduled_s=at, sent_s=at, first_token_s=at) for k, at in enumerate(times)]
+    (tmp_path / "requests.jsonl").write_text("\n".join(r.to_json() for r in records) + "\n")
+    if config is not None:
+        (tmp_path / "config.yaml").write_text(config)
+    summary = read_run(tmp_path).summary
+    assert not summary["valid"] and "no summary.json" in summary["invalid_reasons"][0]
+    assert summary["requests"] == (1 if "warmup_s" in (config or "") else 2)
+    assert "is not valid" in write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
+    (tmp_path / "summary.json").write_text('{"warmup_s": 0}')
+    assert read_run(tmp_path).summary["valid"]
+
+
 def test_client_and_server_are_compared(tmp_path: Path) -> None:
     """The report shows both counts, and which requests may explain a difference."""
     records = [
