@@ -218,12 +218,14 @@ def run_kernels(plan: KernelPlan, console: Console) -> None:
     (plan.out / f"{SETS[lanes]}.md").write_text(text)
 
 
-def _heads(plan: KernelPlan) -> list[str]:
-    return ["ms", "x one token"] + (["old ms", "old/new"] if plan.against else [])
+def _heads(plan: KernelPlan, first: int) -> list[str]:
+    """``first``: tokens of the forward that others are compared with, the first one that was asked for."""
+    compared = f"x {'one token' if first == 1 else f'{first} tokens'}"
+    return ["ms", compared] + (["old ms", "old/new"] if plan.against else [])
 
 
 def _product_table(plan: KernelPlan, products: dict[Storage, list[Row]]) -> str:
-    heads = [f"{storage} {head}" for storage in products for head in _heads(plan)]
+    heads = [f"{storage} {head}" for storage in products for head in _heads(plan, plan.tokens[0])]
     cells = [
         [str(tokens), *(c for rows in products.values() for c in _figures(rows[i], rows[0]))]
         for i, tokens in enumerate(plan.tokens)
@@ -234,7 +236,7 @@ def _product_table(plan: KernelPlan, products: dict[Storage, list[Row]]) -> str:
 
 def _attention_table(plan: KernelPlan, rows: Sequence[Row], shape: Shape, bandwidth: float) -> str:
     """The last column: the cached keys and values, read once, per second, over the read bandwidth."""
-    heads = ["context", "queries", *_heads(plan), "of read bandwidth"]
+    heads = ["context", "queries", *_heads(plan, plan.queries[0]), "of read bandwidth"]
     cells = []
     for row in rows:
         one = next(r for r in rows if r.case.context == row.case.context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from functools import partial
 from pathlib import Path
@@ -53,3 +54,11 @@ def test_tables_are_written_for_the_set(tmp_path: Path, monkeypatch: pytest.Monk
     assert cases == [(16, 1), (16, 5), (70, 1), (70, 5)]
     rows = [line for line in text.read_text().splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 2 + 2 + 4  # heads and rules, products, attention
+
+
+def test_tables_name_the_forward_that_others_are_compared_with() -> None:
+    plan = KernelPlan((8, 16), ("fp32",), (16, 64), (16,), 1, 1, 1, (), None, None)
+    console = Console(file=io.StringIO(), width=200)
+    run_kernels(plan, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "fp32 x 8 tokens" in said and "| x 16 tokens |" in said and "one token" not in said
