@@ -155,6 +155,8 @@ def _read_adaserve(text: str, path: str) -> Located:
         items = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise TraceError(f"{path}: not valid JSON: {e}") from e
+    if not isinstance(items, list):
+        raise TraceError(f"{path}: expected a JSON array, got {type(items).__name__}")
     for number, data in enumerate(items):
         where = f"{path}[{number}]"
         if not isinstance(data, Mapping):
@@ -178,10 +180,11 @@ def _read_adaserve(text: str, path: str) -> Located:
 
 def _csv_rows(text: str, path: str) -> Iterator[tuple[str, dict[str, str]]]:
     reader = csv.reader(io.StringIO(text))
-    columns = [c.strip().lower() for c in next(reader)]
+    lines = _lines(reader, path)
+    columns = [c.strip().lower() for c in next(lines, [])]
     if twice := sorted({c for c in columns if columns.count(c) > 1}):
         raise TraceError(f"{path}: the header names {twice[0]!r} twice: leave one of the columns out")
-    for values in _lines(reader, path):
+    for values in lines:
         if not any(v.strip() for v in values):
             continue
         where = f"{path}:{reader.line_num}"
@@ -214,7 +217,7 @@ def _read_azure(text: str, path: str) -> Located:
         yield (
             where,
             TraceRow(
-                arrival_s=_azure_time(data["timestamp"], where),
+                arrival_s=_azure_time(_given(data, "timestamp", where), where),
                 prompt_tokens=_count(data, "contexttokens", where),
                 output_tokens=_count(data, "generatedtokens", where),
             ),
@@ -259,13 +262,18 @@ _CLOCKS = ("azure", "burstgpt")
 """Formats whose times come from a clock: they count from the first request kept."""
 
 
-def _number(data: Mapping[str, Any], key: str, where: str) -> float:
+def _given(data: Mapping[str, Any], key: str, where: str) -> Any:
     value = data.get(key)
     if value is None or value == "":
         found = ", ".join(repr(k) for k in list(data)[:8])
         raise TraceError(
             f"{where}: {key!r} is missing: rename the column that holds it (found: {found or 'nothing'})"
         )
+    return value
+
+
+def _number(data: Mapping[str, Any], key: str, where: str) -> float:
+    value = _given(data, key, where)
     try:
         number = math.nan if isinstance(value, bool | list | dict) else float(value)
     except (ValueError, OverflowError):

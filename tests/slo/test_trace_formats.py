@@ -153,6 +153,21 @@ def test_errors_name_place_and_remedy(text: str, says: str, tmp_path: Path) -> N
         read(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    ("fmt", "text", "says"),
+    [
+        ("azure", AZURE.replace("TIMESTAMP", "Time"), ":2: 'timestamp' is missing: rename the column"),
+        ("azure", "", "holds no requests"),
+        ("csv", "x" * 200_000, "not a table"),
+        ("adaserve", "5", "expected a JSON array, got int"),
+    ],
+)
+def test_a_file_of_another_format_than_was_stated(fmt: str, text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text(text)
+    with pytest.raises(TraceError, match=says):
+        read_trace(tmp_path / "trace", fmt)
+
+
 def test_sorting_on_request(tmp_path: Path) -> None:
     text = MOONCAKE.replace('"timestamp": 0', '"timestamp": 9000')
     assert [r.arrival_s for r in read(tmp_path, text, sort=True).rows] == [3.0, 9.0]
