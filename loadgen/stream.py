@@ -341,6 +341,8 @@ class _Reader:
     def finish(self) -> None:
         """Token counts, end time, verdict."""
         record = self.record
+        # JSON can write half a surrogate pair, and a file cannot: the record would be lost.
+        record.error, record.finish_reason = map(_encodable, (record.error, record.finish_reason))
         record.end_s = self.now()
         record.itl_ms = self._gaps_ms
         record.output_tokens = self._usage_tokens if self._usage_tokens is not None else record.n_chunks
@@ -359,6 +361,10 @@ class _Reader:
 def run_clock(t0: float) -> Callable[[], float]:
     """Seconds since ``t0`` (a value of perf_counter)."""
     return lambda: perf_counter() - t0
+
+
+def _encodable(text: str | None) -> str | None:
+    return None if text is None else text.encode("utf-8", "replace").decode()
 
 
 def _short(text: str) -> str:

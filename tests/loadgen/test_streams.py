@@ -8,12 +8,15 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from adaserve.loadgen import stream
 from adaserve.loadgen.config import Endpoint
+from adaserve.loadgen.recorder import Recorder
+from adaserve.loadgen.results import iter_records
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.slo.metrics import RequestRecord
 
@@ -156,6 +159,16 @@ def test_a_server_that_does_not_end_answers_where_their_trace_does_is_found_out(
     assert answered(parts, answer_tokens=3)[0].attained
     record, _ = answered(parts, answer_tokens=2)
     assert "ADASERVE_REPLAY=1" in (record.error or "") and not record.attained
+
+
+def test_an_error_that_no_file_can_hold_is_recorded_all_the_same(tmp_path: Path) -> None:
+    """A request without a record would count neither as met nor as missed."""
+    recorder = Recorder(tmp_path, 2)
+    for said in (b'{"error": {"message": "not \\ud83d"}}', event("a", "odd").replace(b"odd", b"\\udc00")[6:]):
+        record, _ = answered([HEAD + b"\r\n", b"data: " + said + b"\n\n", DONE])
+        recorder.add(record)
+    recorder.close()
+    assert [(r.error, r.finish_reason) for r in iter_records(tmp_path)] == [("not ?", None), (None, "?")]
 
 
 def test_a_server_that_is_full_says_so() -> None:
