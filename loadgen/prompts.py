@@ -111,4 +111,8 @@ def _parse(line: str, where: str) -> tuple[str, str]:
         raise LoadgenError(f"{where}: not a JSON object: {e}") from e
     if not isinstance(data, dict) or not isinstance(data.get("text"), str) or not data["text"].strip():
         raise LoadgenError(f'{where}: expected {{"category": "coding", "text": "..."}} with some text')
+    try:
+        data["text"].encode()
+    except UnicodeEncodeError as e:
+        raise LoadgenError(f"{where}: text holds {e.object[e.start]!r}, not a character of UTF-8") from e
     return str(data.get("category", "")), data["text"]

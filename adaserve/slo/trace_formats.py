@@ -297,9 +297,14 @@ def _count(data: Mapping[str, Any], key: str, where: str) -> int:
 def _checked(row: TraceRow, where: str) -> TraceRow:
     if row.arrival_s < 0:
         raise TraceError(f"{where}: the timestamp is {row.arrival_s:g} s: a trace starts at 0")
-    for key in ("slo_class", "text", "prompt_id"):
-        if not isinstance(getattr(row, key), str | None):
-            raise TraceError(f"{where}: {key} must be text, not {getattr(row, key)!r}")
+    for key in ("slo_class", "text", "prompt_id", "session_id"):
+        value = getattr(row, key)
+        if not isinstance(value, str | None):
+            raise TraceError(f"{where}: {key} must be text, not {value!r}")
+        try:
+            (value or "").encode()
+        except UnicodeEncodeError as e:
+            raise TraceError(f"{where}: {key} holds {e.object[e.start]!r}, not a character of UTF-8") from e
     for key in ("slo_tpot_ms", "slo_x_baseline", "slo_ttft_ms"):
         value = getattr(row, key)
         if value is not None and value <= 0:

@@ -23,6 +23,7 @@ from adaserve.loadgen.config import (
     from_mapping,
     load_config,
 )
+from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import load_prompts
 from adaserve.loadgen.protocol import body
 from adaserve.loadgen.schedule import build_schedule
@@ -202,10 +203,13 @@ def test_prompts_have_about_the_asked_length_and_come_from_the_category(tmp_path
     assert store.get("unknown", 10, "k")
 
 
-def test_prompts_may_hold_the_line_separators_of_unicode(tmp_path: Path) -> None:
+def test_prompts_may_hold_whatever_json_allows(tmp_path: Path) -> None:
     path, text = tmp_path / "p.jsonl", "one\u2028two\x85three"
-    path.write_text(json.dumps({"category": "chat", "text": text}, ensure_ascii=False), encoding="utf-8")
-    assert load_prompts(path).get("chat", 3, "k") in text
+    path.write_text(json.dumps({"category": "chat", "text": text}, ensure_ascii=False) + "\r\n\n")
+    assert load_prompts(path).texts == {"chat": [text]}
+    path.write_text(r'{"category": "chat", "text": "half a smile \ud83d"}')
+    with pytest.raises(LoadgenError, match=r"p\.jsonl:1: text holds '\\ud83d', not a character of UTF-8"):
+        load_prompts(path)
 
 
 class Letters:

@@ -146,6 +146,7 @@ def test_mix_is_seeded_and_keeps_given_classes() -> None:
         ("hello\nworld\n", "not a known trace format"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
         (ARTIFACT.replace('"slo_ratio"', '"x"'), "'slo_ratio' is missing"),
+        (ARTIFACT.replace("a b", r"\ud83d"), r"\[0\]: text holds '\\ud83d', not a character of UTF-8"),
     ],
 )
 def test_errors_name_place_and_remedy(text: str, says: str, tmp_path: Path) -> None:

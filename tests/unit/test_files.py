@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from adaserve.bench.jsonl import append_line, read_lines
 from adaserve.files import write_json, write_whole
 
 
@@ -55,3 +56,10 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(
     with pytest.raises(OSError, match="result"):
         write_whole(path, b"new")
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"] and path.read_bytes() == b"old"
+
+
+def test_a_line_of_json_may_hold_what_ends_a_line_elsewhere(tmp_path: Path) -> None:
+    path, lines = tmp_path / "cases.jsonl", [{"id": 1, "error": "one\u2028two\x85three"}, {"id": 2}]
+    for line in lines:
+        append_line(path, line)
+    assert read_lines(path) == lines
