@@ -35,8 +35,11 @@ def scrape(server: Endpoint) -> Samples:
 
 
 def server_side(before: Samples, after: Samples) -> dict[str, Any] | None:
-    """Attainment per class as the server counted it between two scrapes; None without counters."""
+    """Attainment per class as the server counted it between two scrapes; None without counters. One that was
+    started anew in between has counted from 0."""
     counts: dict[str, dict[str, dict[str, float]]] = {}
+    if any(after.get(key, 0.0) < value for key, value in before.items() if key[0] == REQUESTS):
+        before = {}
     for (name, labels), value in after.items():
         if name != REQUESTS:
             continue

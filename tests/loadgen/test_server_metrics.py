@@ -6,7 +6,7 @@ import socket
 import threading
 
 from adaserve.loadgen.config import Endpoint
-from adaserve.loadgen.server_metrics import learning, parse_metrics, scrape
+from adaserve.loadgen.server_metrics import REQUESTS, learning, parse_metrics, scrape, server_side
 
 METRICS = """
 adaserve:draft_accepted{draft="present",slo_class="chat",model_name="m"} 1.5
@@ -18,6 +18,18 @@ adaserve:draft_swaps 3
 def test_what_drafts_that_learn_gain_is_found() -> None:
     assert learning(parse_metrics(METRICS)) == {"chat": {"present": 1.5, "first": 1.25}}
     assert learning(parse_metrics("adaserve:draft_swaps 0\n")) is None
+
+
+def test_a_server_that_was_started_anew_counts_from_nothing() -> None:
+    def counted(met: int, missed: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        line = '%s{slo_class="chat",objective="all",outcome="%s"} %d\n'
+        return parse_metrics(line % (REQUESTS, "met", met) + line % (REQUESTS, "missed", missed))
+
+    def told(requests: int, attainment: float) -> dict[str, dict[str, dict[str, float]]]:
+        return {"chat": {"all": {"requests": requests, "attainment": attainment}}}
+
+    assert server_side(counted(3, 10), counted(20, 13)) == told(20, 0.85)
+    assert server_side(counted(3, 10), counted(20, 5)) == told(25, 0.8)
 
 
 def test_an_answer_that_breaks_off_is_no_answer() -> None:
