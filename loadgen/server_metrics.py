@@ -35,9 +35,11 @@ def scrape(server: Endpoint) -> Samples:
 
 
 def server_side(before: Samples, after: Samples) -> dict[str, Any] | None:
-    """Attainment per class as the server counted it between two scrapes; None without counters. One that was
-    started anew in between has counted from 0."""
+    """Attainment per class as the server counted it between two scrapes; None without counters, or where the
+    first scrape failed. A server that was started anew in between has counted from 0."""
     counts: dict[str, dict[str, dict[str, float]]] = {}
+    if not before:  # what the server has counted since its start is not this run's
+        return None
     if any(after.get(key, 0.0) < value for key, value in before.items() if key[0] == REQUESTS):
         before = {}
     for (name, labels), value in after.items():

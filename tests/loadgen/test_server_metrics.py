@@ -32,6 +32,12 @@ def test_a_server_that_was_started_anew_counts_from_nothing() -> None:
     assert server_side(counted(3, 10), counted(20, 5)) == told(25, 0.8)
 
 
+def test_nothing_is_known_without_the_counts_before_the_run() -> None:
+    after = parse_metrics(REQUESTS + '{slo_class="chat",objective="all",outcome="met"} 900\n')
+    assert server_side(scrape(Endpoint(url="http://127.0.0.1:9")), after) is None
+    assert server_side(parse_metrics("python_info 1\n"), after) is not None, "it has served nobody yet"
+
+
 def test_an_answer_that_breaks_off_is_no_answer() -> None:
     """A server that ends at the end of a run: the records are there, and the run counts."""
     with socket.create_server(("127.0.0.1", 0)) as server:
