@@ -110,6 +110,7 @@ MODULES = {
         "logit_processors",
         "prefill_logprobs",
         "result_copies",
+        "accept_rates",
         "request_ends",
         "replayed_answers",
         "internal_state",

@@ -115,7 +115,7 @@ class DecodeLoop:
         acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
         if logits is not None:
             self.tap.verified(rows, verified, acceptance, logits)
-        result = self._result(batch, acceptance, tensors, draws, logits)
+        result = self._result(batch, verified, acceptance, tensors, draws, logits)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         caught_up = tuple(d.caught_up for d in drafts if d.caught_up is not None)
@@ -295,6 +295,7 @@ class DecodeLoop:
     def _result(
         self,
         batch: Any,
+        verified: verify.VerifyBatch,
         acceptance: verify.Acceptance,
         tensors: verify.Tensors,
         draws: torch.Tensor,
@@ -308,6 +309,7 @@ class DecodeLoop:
             logits_output=output,
             next_token_ids=acceptance.emitted.flatten(),
             accept_lens=acceptance.length,
+            cap_lens=torch.from_numpy(verified.batch.q_lens),  # what was verified, roots included
             new_seq_lens=batch.seq_lens + acceptance.length,
             next_draft_input=RootTokens(acceptance.bonus),
             speculative_num_draft_tokens=self.stride,

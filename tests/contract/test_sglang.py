@@ -63,6 +63,12 @@ TARGETS = {
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_batch_output": ["self", "recv_obj"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._wait_one_response": ["self", "obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.create_abort_task": ["self", "obj"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": [
+        "self", "meta_info", "recv_obj", "i",
+    ],
+    f"{MANAGERS}.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats": [
+        "self",
+    ],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_abort_finish_reason": [
         "self", "out", "state", "is_stream",
     ],
@@ -245,7 +251,7 @@ PARAMETERS = {
 
 FIELDS = {
     "sglang.srt.managers.utils.GenerationBatchResult": {
-        "logits_output", "next_token_ids", "accept_lens", "new_seq_lens", "next_draft_input",
+        "logits_output", "next_token_ids", "accept_lens", "cap_lens", "new_seq_lens", "next_draft_input",
         "speculative_num_draft_tokens", "speculative_output_stride", "can_run_cuda_graph",
     },
     "sglang.srt.managers.schedule_batch.ScheduleBatch": {"chunked_req"},

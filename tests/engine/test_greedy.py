@@ -120,6 +120,8 @@ def test_a_copy_of_the_target_accepts_everything(
         # The first token comes from the prefill; then every iteration gives 4 drafts and a bonus.
         decoded, iterations = info["completion_tokens"] - 1, info.get("spec_verify_ct", 0)
         assert iterations == -(-decoded // 5), info
+        if iterations:
+            assert info["spec_num_proposed_drafts"] == info["spec_num_correct_drafts"], info
     stats = copied.probe.read()
     assert stats["target_kv_error"] < 1e-4 and stats["draft_kv_error"] < 1e-4
     assert stats["wrong_lengths"] == []

@@ -126,6 +126,7 @@ class Run:
         self.got = [e[:1] for e in self.expected]
         self.reqs = [self._request(r) for r in range(len(LENGTHS))]
         self.lens, self.iterations = torch.tensor(LENGTHS), 0
+        self.verified: list[list[int]] = []  # tokens of each request, by iteration
         if "suffix" in drafts:
             self._retrieve("model" in drafts)
 
@@ -195,6 +196,7 @@ class Run:
         roots = [got[-1] for got in self.got]
         assert result.next_draft_input.bonus_tokens.tolist() == roots
         self.lens, self.iterations = result.new_seq_lens, self.iterations + 1
+        self.verified.append(result.cap_lens.tolist())
         return result
 
     def finish(self) -> Run:
@@ -234,6 +236,7 @@ def test_greedy(policy: str, overlap: bool, device: str) -> None:
     run = Run(policy, overlap, device).finish()
     run.check()
     assert len(run.outcomes) == run.iterations
+    assert run.verified == [(o.selection.counts + 1).tolist() for o in run.outcomes]
     accepted = sum(int(o.accepted.sum()) for o in run.outcomes)
     if policy not in ("none", "turbospec", "priced"):  # what these draft depends on measured times
         assert accepted > 10, "the draft agrees too rarely to test anything"
