@@ -63,11 +63,14 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     if shares:
         self.policy.shortest_prefill_chunk_limit = partial(_left_over, plan.reserved)
     try:
-        return original(self, running_batch)
+        made = original(self, running_batch)
     finally:
         vars(self.policy).pop("shortest_prefill_chunk_limit", None)
         self.chunked_prefill_size = usual
         self.waiting_queue = self.waiting_queue + held
+    if held and made.batch_to_run is not None:  # whose log line says how much waits
+        made.batch_to_run.prefill_stats.num_pending_tokens += sum(req.seqlen for req in held)
+    return made
 
 
 def _tokens(reqs: Iterable[Any]) -> int:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
+from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
 from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.config import AdaServeConfig
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.state import RequestState, running_batch
 from adaserve.identity import NAME
-from adaserve.patches.prefill_slack import _paced
+from adaserve.patches import prefill_slack
 from adaserve.patches.served_worker import Load
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import (
@@ -55,6 +58,10 @@ class Request:
         self.sampling_params = SimpleNamespace(max_new_tokens=200, top_k=1, temperature=1.0)
         self.grammar = self.custom_logit_processor = self.to_finish = None
         self.full_untruncated_fill_ids, self.prefix_len = [1] * prompt, 0
+
+    @property
+    def seqlen(self) -> int:
+        return len(self.origin_input_ids) + len(self.output_ids)
 
     def finished(self) -> bool:
         return False
@@ -107,12 +114,26 @@ RUNNING = SimpleNamespace(
 NOBODY = SimpleNamespace(**{**vars(RUNNING), "reqs": [], "new_tokens_required_next_decode": None})
 
 
+MADE = NextBatchPlan(batch_to_run=None, running_batch=None)
+"""Of SGLang's own function, which found nothing to run."""
+
+
+def _paced(look: Callable[[Any, Any], object], sched: Any, running: Any) -> NextBatchPlan:
+    """The hook around a function that only looks."""
+
+    def original(scheduler: Any, running_batch: Any) -> NextBatchPlan:
+        look(scheduler, running_batch)
+        return MADE
+
+    return prefill_slack._paced(original, sched, running)
+
+
 def step(sched: Any, running: Any = RUNNING) -> int | None:
     """The chunk size that SGLang's own function sees; None when it is not called."""
     seen: list[int] = []
     plan = _paced(lambda s, _: seen.append(s.chunked_prefill_size), sched, running)
     assert sched.chunked_prefill_size == 256, "the changed chunk size outlived the step"
-    assert bool(seen) == (plan is None)
+    assert bool(seen) == (plan is MADE)
     return seen[0] if seen else None
 
 
@@ -394,6 +415,26 @@ def test_the_books_know_who_waits_at_the_gate_and_for_how_long() -> None:
     roomy = full(0.100)
     step(scheduler(roomy, [Request("new")]), TWO)
     assert roomy._ledger.held == [[]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_who_is_held_back_counts_among_what_waits(starts: bool) -> None:
+    """SGLang counts while it makes a batch, when the queue has only those that may start."""
+    queue = [Request("old", age_s=3.1), Request("new", prompt=50), Request("newer", prompt=70)]
+    sched = scheduler(full(0.042), list(queue))
+
+    def makes(s: Any, running: Any) -> NextBatchPlan:
+        (first,) = s.waiting_queue
+        if starts:
+            s.waiting_queue = []
+        counter = SimpleNamespace(get_waiting_queue=lambda: s.waiting_queue, get_chunked_req=lambda: None)
+        counted = SchedulerLoadInquirer._get_num_pending_tokens(counter)
+        stats = SimpleNamespace(num_pending_tokens=counted)
+        return NextBatchPlan(SimpleNamespace(reqs=[first], prefill_stats=stats), running)
+
+    made = prefill_slack._paced(makes, sched, TWO)
+    assert made.batch_to_run.prefill_stats.num_pending_tokens == sum(r.seqlen for r in sched.waiting_queue)
+    assert len(sched.waiting_queue) == 3 - starts
 
 
 def test_a_held_queue_survives_an_error() -> None:
