@@ -18,6 +18,7 @@ import torch
 
 from adaserve.cache import cache_folder
 from adaserve.config import AdaServeConfig
+from adaserve.engine.cpu.build import load_kernels
 from adaserve.engine.host_load import OtherProcesses
 from adaserve.engine.measure import FULL, Grid
 from adaserve.host import cpu_name
@@ -51,6 +52,11 @@ def fingerprint(
     """What a profile is valid for; models by name and size on disk. ``server_args``: SGLang's."""
     import sglang
 
+    settings = [f"{name} {getattr(server_args, name)}" for name in _OF_SERVER]
+    if config.attention == "flashinfer":  # what else it may say is one kernel
+        settings.append("attention flashinfer")
+    if not torch.cuda.is_available() and load_kernels() is None:
+        settings.append("no CPU kernels")
     return {
         "host": f"{platform.machine()} {cpu_name()}",
         "cores": str(os.cpu_count()),
@@ -59,7 +65,7 @@ def fingerprint(
         "target": _model_name(target),
         "draft": " + ".join(map(_model_name, drafts)) or "none",
         "weights": f"{config.cpu_weights}, drafts {config.draft_weights}",
-        "settings": ", ".join(f"{name} {getattr(server_args, name)}" for name in _OF_SERVER),
+        "settings": ", ".join(settings),
         "torch": torch.__version__,
         "sglang": sglang.__version__,
     }

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine import host_load, kept_costs
@@ -94,6 +95,33 @@ def test_what_was_learned_is_the_start_of_the_next_server() -> None:
     first.serve(400)
     again = start(1.0)
     assert again.learned and one_token_ms(again) == pytest.approx(10.0, rel=0.05)
+
+
+def kept_at(config: AdaServeConfig) -> Path:
+    args = SimpleNamespace(**dict.fromkeys(kept_costs._OF_SERVER))
+    return kept_costs.learned_path(kept_costs.fingerprint("target", (), config, args))
+
+
+def test_costs_of_one_attention_kernel_are_not_those_of_another() -> None:
+    """Else the slower one would seem to run on a busy host."""
+    auto, triton, flashinfer = (
+        kept_at(AdaServeConfig(attention=kernel)) for kernel in ("auto", "triton", "flashinfer")
+    )
+    assert auto == triton != flashinfer
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_costs_of_cpu_kernels_are_not_those_of_a_server_without(
+    on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that one would seem to run on a busy host for as long as it serves."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_a_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    kept: list[Path] = []
+    for kernels in (object(), None):
+        monkeypatch.setattr(kept_costs, "load_kernels", lambda kernels=kernels: kernels)
+        kept.append(kept_at(AdaServeConfig()))
+    assert (kept[0] == kept[1]) == on_a_gpu
 
 
 def test_a_busy_start_trusts_what_is_kept(caplog: pytest.LogCaptureFixture) -> None:
