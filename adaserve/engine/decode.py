@@ -314,7 +314,7 @@ class DecodeLoop:
             next_draft_input=RootTokens(acceptance.bonus),
             speculative_num_draft_tokens=self.stride,
             speculative_output_stride=self.stride,
-            can_run_cuda_graph=False,
+            can_run_cuda_graph=self.device.target.was_graph,
         )
 
     def free_s(self) -> float:

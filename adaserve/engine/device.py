@@ -138,6 +138,11 @@ class ModelForward(Drafter, Protocol):
         ...
 
     @property
+    def was_graph(self) -> bool:
+        """Whether the last forward was a CUDA graph, as SGLang's log and metrics say."""
+        ...
+
+    @property
     def follows(self) -> bool:
         """Whether a forward may be queued behind a verification whose outcome is not known."""
         ...

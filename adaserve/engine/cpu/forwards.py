@@ -67,6 +67,7 @@ class CpuForward:
     most_tokens = 2048
     first_tokens = None
     follows = False
+    was_graph = False
 
     def __init__(self, model: CpuModel, req_to_token: Tensor) -> None:
         self.model = model

@@ -102,6 +102,7 @@ class GpuForward:
         self._prepared: dict[Key, _Prepared] = {}
         self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end
         self._runs: list[Run] = []
+        self.was_graph = False
 
     # -- one forward --------------------------------------------------------------------------
 
@@ -224,6 +225,7 @@ class GpuForward:
         if batch.drawn is not None or batch.unread is not None:
             self._fill_in(batch, Packed(there["inputs"], key, torch.bool))
         output, run = self.parts.run(key, forward)
+        self.was_graph = self.table.is_captured(key)
         if key not in self._prepared:
             self._eager = kernel, run[1]
         self._runs.append(run)

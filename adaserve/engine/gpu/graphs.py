@@ -113,6 +113,11 @@ class GraphTable:
         """Whether ``key`` has its graph. Where none are captured, none is missing."""
         return not self.capture or key in self._graphs
 
+    def is_captured(self, key: Any) -> bool:
+        """Whether ``key`` has a graph, and not its stand-in."""
+        graph = self._graphs.get(key)
+        return graph is not None and not isinstance(graph, EagerGraph)
+
     def close(self) -> None:
         """What has no graph by now runs eagerly."""
         self._is_closed = True

@@ -242,6 +242,23 @@ def test_greedy(policy: str, overlap: bool, device: str) -> None:
         assert accepted > 10, "the draft agrees too rarely to test anything"
 
 
+@pytest.mark.parametrize("device", [*DEVICES, "captured graphs"])
+def test_sglang_is_told_whether_a_verification_was_a_graph(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Captured:
+        """Stands for a graph, on a host that has none."""
+
+        def __init__(self, function: Any) -> None:
+            self.replay = function
+
+    monkeypatch.setattr("adaserve.engine.gpu.graphs.CapturedGraph", Captured)
+    run = Run("chain-3", overlap=True, device=device.removeprefix("captured "))
+    if captures := device == "captured graphs":
+        run.loop.device.target.table.capture = True  # type: ignore[attr-defined]
+    assert [run.step().can_run_cuda_graph for _ in range(3)] == [captures] * 3
+
+
 @pytest.mark.parametrize("policy", ["priced", "turbospec", "none"])
 def test_a_recording_under_overlap_replays(policy: str, tmp_path: Path) -> None:
     """Between plan and selection the last outcome is observed, where nothing is queued ahead of it."""
