@@ -143,20 +143,31 @@ def check_sglang(installed: str | None = None) -> list[Finding]:
     return [Finding("SGLang", "ok", found)]
 
 
-def check_entry_points() -> list[Finding]:
+def check_entry_points(on_cpu: bool | None = None) -> list[Finding]:
     """SGLang finds AdaServe by entry points, and two environment variables can hide them."""
-    findings = []
+    findings, names = [], []
     for what, group in (("Plugin", "sglang.srt.plugins"), ("CPU platform", "sglang.srt.platforms")):
         ours = [e for e in entry_points(group=group) if e.value.startswith("adaserve.")]
         if not ours:
             findings.append(Finding(what, "missing", f"no entry point in {group}", INSTALL))
             continue
         findings.append(Finding(what, "ok", f"{ours[0].name} = {ours[0].value}"))
-    allowed = os.environ.get("SGLANG_PLUGINS")
-    if allowed and "adaserve" not in (name.strip() for name in allowed.split(",")):
-        findings.append(
-            Finding("Plugin", "missing", f"SGLANG_PLUGINS={allowed}", "add adaserve to it, or unset it")
-        )
+        names.append(ours[0].name)
+    return findings + _hidden(names, select() is not None if on_cpu is None else on_cpu)
+
+
+def _hidden(names: list[str], on_cpu: bool) -> list[Finding]:
+    """What the environment hides of our entry points: the plugin's name, and the CPU platform's behind it."""
+    findings = []
+    allowed, chosen = os.environ.get("SGLANG_PLUGINS"), os.environ.get("SGLANG_PLATFORM")
+    listed = {name.strip() for name in (allowed or "").split(",")}  # platforms, too
+    left_out = [name for name in (names if on_cpu else names[:1]) if name not in listed]
+    if allowed and left_out:
+        remedy = f"add {','.join(left_out)} to it, or unset it"
+        findings.append(Finding("Plugin", "missing", f"SGLANG_PLUGINS={allowed}", remedy))
+    if chosen and not (on_cpu and chosen in names[1:]):  # then SGLang leaves out the plugin as well
+        remedy = f"set it to {names[-1]}, or unset it" if on_cpu and names else "unset it"
+        findings.append(Finding("Plugin", "missing", f"SGLANG_PLATFORM={chosen}", remedy))
     return findings
 
 

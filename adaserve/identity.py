@@ -38,5 +38,5 @@ def ensure_registered() -> None:
     if not registration.done:
         raise RuntimeError(
             "AdaServe's SGLang plugin was not loaded: "
-            "if SGLANG_PLUGINS or SGLANG_PLATFORM is set, add adaserve to it"
+            "add adaserve and adaserve_cpu to SGLANG_PLUGINS if that is set, and unset SGLANG_PLATFORM"
         )

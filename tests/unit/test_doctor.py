@@ -58,6 +58,27 @@ def test_hidden_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not doctor.healthy(doctor.check_entry_points())
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "on_cpu", "remedy"),
+    [
+        ("SGLANG_PLUGINS", "adaserve", True, "add adaserve_cpu to it, or unset it"),
+        ("SGLANG_PLUGINS", "another, adaserve_cpu", True, "add adaserve to it, or unset it"),
+        ("SGLANG_PLUGINS", "adaserve, adaserve_cpu", True, None),
+        ("SGLANG_PLUGINS", "adaserve", False, None),
+        ("SGLANG_PLATFORM", "another", True, "set it to adaserve_cpu, or unset it"),
+        ("SGLANG_PLATFORM", "adaserve_cpu", True, None),
+        ("SGLANG_PLATFORM", "adaserve_cpu", False, "unset it"),
+    ],
+)
+def test_what_hides_the_plugin_or_the_platform_is_named(
+    variable: str, value: str, on_cpu: bool, remedy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang takes platforms by the names in SGLANG_PLUGINS, too, and from one package all or nothing."""
+    monkeypatch.setenv(variable, value)
+    missing = [f.remedy for f in doctor.check_entry_points(on_cpu) if f.state == "missing"]
+    assert missing == ([] if remedy is None else [remedy])
+
+
 def test_damaged_profile(tmp_path: Path) -> None:
     assert doctor.check_profile(tmp_path)[0].found.startswith("none")
     (tmp_path / "a.json").write_text("{}")
