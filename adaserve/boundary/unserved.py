@@ -7,6 +7,7 @@ asks AdaServe for a speed, or forbids it to learn, is refused where it would not
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,23 @@ _NO_PARAMS = (
 )  # fmt: skip
 """Routes that read neither ``custom_params`` nor ``nvext``."""
 
+_VARIABLES = {
+    "AIP_PREDICT_ROUTE": _VERTEX,
+    "SGLANG_OLLAMA_CHAT_ROUTE": "/api/chat",
+    "SGLANG_OLLAMA_GENERATE_ROUTE": "/api/generate",
+}
+"""From which SGLang takes the path of a route -> its usual path. Vertex AI sets the first one itself."""
+
+
+def renamed(environ: Mapping[str, str]) -> dict[str, str]:
+    """Path -> usual path, of the routes that have another one. One that a route above has means that one."""
+    known = {*_ROUTES, *_OWN, *_NO_PARAMS}
+    given = {environ.get(variable, path): path for variable, path in _VARIABLES.items()}
+    return {path: usual for path, usual in given.items() if path not in known}
+
+
+_RENAMED = renamed(os.environ)
+
 _OF_SAMPLING = FIELDS.keys() - EACH.keys() - WHOLE.keys()
 _OF_REQUEST = FIELDS.keys() | EACH.keys() | WHOLE.keys() | {"token_ids_logprob", "sampling_params"}
 _OF_INSTANCE = {"text", "input_ids", "input_embeds", "image_data"}
@@ -110,6 +128,7 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
     """Raises RequestError for a field that asks the route at ``path`` for something that it would not do.
 
     false, 0 and what is empty ask for nothing, but a sampling parameter or a wish in the wrong place does."""
+    path = _RENAMED.get(path, path)
     unread = (*OWN_KEYS, "custom_params", "nvext") if path in _NO_PARAMS else OWN_KEYS
     for name in unread:
         if body.get(name) is not None:

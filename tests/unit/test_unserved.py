@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from adaserve.boundary import RequestError
-from adaserve.boundary.unserved import _OWN, CONSTRAINTS, INSTEAD, require_served
+from adaserve.boundary import RequestError, unserved
+from adaserve.boundary.unserved import _OWN, _VARIABLES, CONSTRAINTS, INSTEAD, renamed, require_served
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE, VERTEX = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate",
@@ -100,6 +102,32 @@ def test_wishes_are_stated_where_they_are_read(path: str, field: dict[str, Any],
         require_served({"model": "m", **field}, path)
     assert str(error.value).startswith(use)
     require_served({"model": "m", **dict.fromkeys(field)}, path)
+
+
+@pytest.mark.parametrize(
+    ("variable", "path", "body", "use"),
+    [
+        ("AIP_PREDICT_ROUTE", "/a/1:predict", {"custom_params": {"adaserve_learn": False}}, "custom_"),
+        ("AIP_PREDICT_ROUTE", "/predict", {"instances": [{"text": "a", "top_k": 1}]}, "instances[0].top_k"),
+        ("SGLANG_OLLAMA_CHAT_ROUTE", "/chat", {"format": "json"}, "format is not served"),
+        ("SGLANG_OLLAMA_GENERATE_ROUTE", "/ollama", {"nvext": {}}, "nvext is not read here"),
+    ],
+)  # fmt: skip
+def test_a_route_is_known_by_the_path_that_the_environment_gives_it(
+    variable: str, path: str, body: dict[str, Any], use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unserved, "_RENAMED", renamed({variable: path}))
+    with pytest.raises(RequestError) as error:
+        require_served(body, path)
+    assert str(error.value).startswith(use)
+
+
+def test_a_path_that_is_taken_keeps_its_meaning() -> None:
+    """SGLang adds Vertex AI's route last, and serves the first of a path."""
+    assert renamed({"AIP_PREDICT_ROUTE": COMPLETIONS}) == renamed({}) == {}
+    source = inspect.getsource(http_server)
+    for variable, path in _VARIABLES.items():
+        assert f'@app.post(os.environ.get("{variable}", "{path}"))' in source
 
 
 @pytest.mark.parametrize("name", ["custom_params", "nvext"])
