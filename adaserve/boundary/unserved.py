@@ -76,6 +76,8 @@ _NAMES = {
     "min_new_tokens": "min_tokens", "sampling_seed": "seed", "return_logprob": "logprobs",
     "stop_sequences": "stop",
 }  # fmt: skip
+_OF_ZERO = {*_LENGTHS, "sampling_seed"}
+"""Names with which 0 asks for something: for no token in place of the usual length, or for one seed."""
 _OWN: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     **dict.fromkeys(
         ("/v1/chat/completions", "/invocations"), (("max_tokens", "max_completion_tokens"), _NAMES)
@@ -192,5 +194,6 @@ def _require_own_names(body: Mapping[str, Any], lengths: Sequence[str], names: M
     if all(body.get(name) is None for name in lengths):
         names = {**dict.fromkeys(_LENGTHS, lengths[0]), **names}
     for name, own in names.items():
-        if body.get(name) and name not in lengths and body.get(own) is None:
+        said = body.get(name)
+        if (said or (said == 0 and name in _OF_ZERO)) and name not in lengths and body.get(own) is None:
             raise RequestError(f"{name} is not served here: use {own}")

@@ -44,6 +44,9 @@ SCHEMA = {"type": "object"}
         (COMPLETIONS, {"max_new_tokens": 500}, "max_new_tokens is not served here: use max_tokens"),
         (COMPLETIONS, {"max_completion_tokens": 5}, "max_completion_tokens is not served here: use max"),
         (COMPLETIONS, {"sampling_seed": 5}, "sampling_seed is not served here: use seed"),
+        (COMPLETIONS, {"sampling_seed": 0}, "sampling_seed is not served here: use seed"),
+        (CHAT, {"max_new_tokens": 0}, "max_new_tokens is not served here: use max_tokens"),
+        (RESPONSES, {"max_tokens": 0}, "max_tokens is not served here: use max_output_tokens"),
         (COMPLETIONS, {"beam_width": 4}, "beam_width is not served: ADASERVE drafts trees"),
         (COMPLETIONS, {"sampling_params": {"temperature": 0}}, "sampling_params is not served here: put its"),
         (CHAT, {"max_output_tokens": 5}, "max_output_tokens is not served here: use max_tokens"),
@@ -147,6 +150,7 @@ def test_wishes_are_served_where_they_are_read(path: str, name: str) -> None:
         (COMPLETIONS, {"best_of": "x"}),  # for the route to judge
         (COMPLETIONS, {"n": -1}),  # likewise
         (COMPLETIONS, {"max_tokens": 5, "max_new_tokens": 5, "sampling_seed": None}),
+        (COMPLETIONS, {"max_tokens": 5, "max_new_tokens": 0, "min_new_tokens": 0, "return_logprob": False}),
         (CHAT, {"max_completion_tokens": 5, "max_output_tokens": 5, "min_tokens": 2, "min_new_tokens": 2}),
         (RESPONSES, {"text": {"format": {"type": "json_object"}}, "store": False}),
         (MESSAGES, {"output_config": {"effort": "low"}, "stop_sequences": ["a"], "thinking": {}}),
