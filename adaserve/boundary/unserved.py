@@ -47,9 +47,14 @@ INSTEAD = {
 }
 """Fields that no route knows, and what to do without them."""
 
+_SESSIONS = {"session_params": "continue the session on /generate"}
+"""What only that route reads. SGLang drops it from other bodies, even from those that may hold it, and
+answers as if nothing had been said before."""
+
 
 def _fields(use: str, *known: str) -> dict[str, str]:
-    return INSTEAD | dict.fromkeys([name for name in CONSTRAINTS if name not in known], use)
+    fields = INSTEAD | _SESSIONS | dict.fromkeys(CONSTRAINTS, use)
+    return {name: use for name, use in fields.items() if name not in known}
 
 
 _IMAGES = "use image_url of /v1/chat/completions, with a model that takes images"
@@ -62,7 +67,7 @@ _ROUTES = {
     "/v1/responses": _fields("use text.format")
     | dict.fromkeys(("conversation", "prompt"), "send all of the input"),
     "/v1/messages": _fields("use output_config.format", "output_config"),
-    "/generate": _fields("use json_schema, regex or ebnf in sampling_params"),
+    "/generate": _fields("use json_schema, regex or ebnf in sampling_params", *_SESSIONS),
     "/api/chat": _fields("use response_format of /v1/chat/completions")
     | {"tools": "use tools of /v1/chat/completions"},
     "/api/generate": _fields("use response_format of /v1/completions")

@@ -53,6 +53,8 @@ SCHEMA = {"type": "object"}
         (CHAT, {"return_logprob": True}, "return_logprob is not served here: use logprobs"),
         (RESPONSES, {"max_tokens": 5}, "max_tokens is not served here: use max_output_tokens"),
         (MESSAGES, {"max_tokens": 5, "stop": ["a"]}, "stop is not served here: use stop_sequences"),
+        (CHAT, {"session_params": {"id": "s"}}, "session_params is not served: continue the session on /g"),
+        (COMPLETIONS, {"session_params": {"id": "s"}}, "session_params is not served: continue the session"),
         (RESPONSES, {"response_format": SCHEMA}, "response_format is not served: use text.format"),
         (RESPONSES, {"regex": "a"}, "regex is not served: use text.format"),
         (RESPONSES, {"conversation": "conv_1"}, "conversation is not served: send all of the input"),
@@ -155,6 +157,8 @@ def test_wishes_are_served_where_they_are_read(path: str, name: str) -> None:
         (RESPONSES, {"text": {"format": {"type": "json_object"}}, "store": False}),
         (MESSAGES, {"output_config": {"effort": "low"}, "stop_sequences": ["a"], "thinking": {}}),
         (GENERATE, {"sampling_params": {"regex": "a"}, "temperature": None, "watermark": {}}),
+        (GENERATE, {"session_params": {"id": "s"}}),
+        (COMPLETIONS, {"session_params": {}, "session_id": "s"}),
         ("/v1/embeddings", {"format": "float"}),
         (VERTEX, {"instances": [{"text": "a", "id": 5, "stream": None}], "parameters": {"stream": True}}),
         (VERTEX, {"instances": 5}),  # for the route to judge
