@@ -88,9 +88,9 @@ def shape_of(config: dict[str, Any]) -> Shape:
 def parse_size(size: int | str) -> int:
     """Parameters from a number or a text like 100M or 1.5B. Raises PairError."""
     text = str(size).strip().upper().replace("_", "")
-    unit = _UNITS.get(text[-1:], 1)
+    unit = text[-1:] if text[-1:] in _UNITS else ""
     try:
-        parameters = int(float(text.rstrip("KMB")) * unit)
+        parameters = int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
     except (ValueError, OverflowError):
         parameters = 0
     if parameters < 1:

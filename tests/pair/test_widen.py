@@ -377,7 +377,7 @@ def test_sizes(text: int | str, parameters: int) -> None:
     assert parse_size(text) == parameters
 
 
-@pytest.mark.parametrize("text", ["", "large", "M", "1.5.2B", "nan", "-5M", "infM"])
+@pytest.mark.parametrize("text", ["", "large", "M", "1.5.2B", "nan", "-5M", "infM", "100MB", "1KM"])
 def test_bad_sizes_are_refused(text: str) -> None:
     with pytest.raises(PairError):
         parse_size(text)
