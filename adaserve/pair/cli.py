@@ -14,6 +14,7 @@ from rich.table import Table
 from adaserve.cache import cache_folder
 from adaserve.commands import empty_folder, given, new_file, new_folder
 from adaserve.cores import usable_cores
+from adaserve.draft_kind import read_config
 from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, has_weights, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
 from adaserve.pair.vocabulary import VOCAB_SIZE
@@ -159,7 +160,9 @@ def train_head(
             min=16, max=VOCAB_SIZE, help="Tokens that the head can propose: the most frequent ones."
         ),
     ] = HEAD_VOCABULARY,
-    mlp: Annotated[int, typer.Option(min=16, help="Width of the head's MLP.")] = HEAD_MLP,
+    mlp: Annotated[
+        int, typer.Option(min=16, max=TARGET.mlp, help="Width of the head's MLP, at most the target's.")
+    ] = HEAD_MLP,
     kv_heads: Annotated[
         int,
         typer.Option(
@@ -185,12 +188,23 @@ def train_head(
     head = export_heads(
         kind, _work(work), folder, HeadShape(vocab=vocabulary, mlp=mlp, kv_heads=kv_heads),
         minutes=minutes, written_tokens=written_tokens, seed=seed, threads=threads,
-        start=folder / kind if go_on else None,
+        start=_trained(folder, kind, kv_heads) if go_on else None,
     )  # fmt: skip
     console.print(
         f"{head} is trained; copy it to {folder / kind.value}, then measure it with "
         "`adaserve pair eval --calibrate`"
     )
+
+
+def _trained(pair: Path, kind: HeadKind, kv_heads: int) -> Path:
+    """The pair's head: refused now, not once the target has written its text. Raises PairError."""
+    head = pair / kind
+    if kind not in drafts_of(pair):
+        raise PairError(f"{pair} holds no {kind.value} to go on from: leave out --go-on")
+    has = read_config(head).get("num_key_value_heads", kv_heads)
+    if kv_heads > has:
+        raise PairError(f"{head} has {has} KV heads, and training adds none: give --kv-heads {has} or fewer")
+    return head
 
 
 def _refuse_unused(context: typer.Context, kind: HeadKind, go_on: bool) -> None:

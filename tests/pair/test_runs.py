@@ -77,3 +77,18 @@ def test_a_wrong_pair_is_refused_before_the_corpus_is_made(command: str, tmp_pat
     got = CliRunner().invoke(app, words)
     assert got.exit_code == 2 and "no target" in got.output
     assert not (tmp_path / "work").exists()
+
+
+def test_a_head_to_go_on_from_is_looked_at_before_the_corpus_is_made(tmp_path: Path) -> None:
+    """It would be missed, or found too small, once the target has written its text."""
+    (tmp_path / "pair").mkdir()
+    (tmp_path / "pair" / "target").symlink_to(weights_folder() / "target")
+    go_on = ["pair", "train-head", "--go-on", "--work", str(tmp_path / "work")]
+    for more, why in (
+        (["--kv-heads", "2"], "has 1 KV heads, and training adds none: give --kv-heads 1 or fewer"),
+        (["--pair", str(tmp_path / "pair")], "holds no eagle3 to go on from"),
+        (["--pair", str(tmp_path / "pair"), "--kind", "medusa"], "holds no medusa to go on from"),
+    ):
+        got = CliRunner().invoke(app, go_on + more)
+        assert got.exit_code == 2 and why in got.output
+    assert not (tmp_path / "work").exists()

@@ -195,6 +195,7 @@ def test_what_cannot_be_served_is_one_line(
         (["demo", "--rps", "1e9"], "more than one run can plan"),
         (["fleet", "up", "--router-flags", "'"], "--router-flags cannot be read as flags"),
         (["pair", "train-head", "--vocabulary", "4097"], "less than or equal to 4096"),
+        (["pair", "train-head", "--mlp", "769"], "less than or equal to 768"),
         (["pair", "train-head", "--kind", "medusa", "--kv-heads", "1"], "sizes: leave out --kv-heads"),
         (["pair", "train-head", "--go-on", "--mlp", "64"], "keeps the size of the pair's head: leave out"),
     ],
