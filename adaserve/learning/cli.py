@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from adaserve.commands import empty_folder
+
 app = typer.Typer(help="List, choose and export versions of a draft that learns.", no_args_is_help=True)
 console = Console()
 
@@ -47,7 +49,7 @@ def load(folder: Folder, number: Number) -> None:
 def save(
     folder: Folder,
     number: Number,
-    out: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the checkpoint.", callback=empty_folder)],
 ) -> None:
     """Write a version as a checkpoint, for --draft-model-path of `adaserve serve`."""
     from adaserve.learning.versions import Versions

@@ -149,3 +149,14 @@ def test_the_commands(tmp_path: Path) -> None:
     assert versions.current(str(tmp_path / "draft")) is None
     refused = run(app, ["draft", "load", kept, "7"])
     assert refused.exit_code == 2 and "no version 7" in refused.output
+
+
+def test_a_version_is_saved_over_nothing(tmp_path: Path) -> None:
+    """Not over another checkpoint, nor over the draft that it needs the configuration of."""
+    save_drafts(tmp_path / "draft")
+    weights = (tmp_path / "draft" / "model.safetensors").read_bytes()
+    Versions(tmp_path / "kept").add(b"learned", version(str(tmp_path / "draft")))
+    save = ["draft", "save", str(tmp_path / "kept"), "1", str(tmp_path / "draft")]
+    refused = CliRunner().invoke(app, save)
+    assert refused.exit_code == 2 and "overwritten" in refused.output
+    assert (tmp_path / "draft" / "model.safetensors").read_bytes() == weights
