@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from traceback import walk_tb
 from typing import Any
 
+from jinja2 import TemplateError
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
@@ -28,6 +29,7 @@ from adaserve.patches.boundary import applies, refusal
 
 MAX_BODY_BYTES = 32 << 20
 _READER = "request_body_to_args"  # FastAPI's step from a parsed body to a route's arguments
+_OF_CLIENTS = (ValueError, TemplateError)  # SGLang's own custom; on Ollama's route, what a template refuses
 _BUILDER = "vertex_generate"  # hands a client's fields to the constructor of a request as they are
 
 _WEIGHTS = "weights are packed when the server starts: restart it to serve others"
@@ -142,7 +144,7 @@ def refuse_rpc(engine: Any, method: str, **_: Any) -> None:
 def mount(app: Any) -> None:
     """Puts the refusals around SGLang's app."""
     app.max_body_size = MAX_BODY_BYTES
-    for kind in (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError):
+    for kind in (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, *_OF_CLIENTS):
         app.add_exception_handler(kind, _unreadable)
     build = app.build_middleware_stack
     app.build_middleware_stack = lambda: Routes(build())
@@ -199,9 +201,9 @@ async def _unreadable(request: Any, error: Exception) -> Any:
 
 
 def _is_the_clients(error: Exception) -> bool:
-    """A ValueError, by SGLang's own custom; a body its validators choke on; a field no request has."""
+    """One of a kind that always is; a body SGLang's validators choke on; a field no request has."""
     names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
-    return isinstance(error, ValueError) or _READER in names or names[-1] == _BUILDER
+    return isinstance(error, _OF_CLIENTS) or _READER in names or names[-1] == _BUILDER
 
 
 async def _answer(send: Send, status: int, message: str, *more: tuple[bytes, bytes]) -> None:

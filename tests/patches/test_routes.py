@@ -9,6 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from jinja2 import TemplateError
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
@@ -94,6 +97,23 @@ def test_a_model_of_text_transcribes_nothing(monkeypatch: pytest.MonkeyPatch) ->
         reached.clear()
         asyncio.run(routes.Routes(app)(scope, app, send))
         assert reached[0] == first
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(TemplateError("roles must alternate"), 400), (ValueError("too long"), 400), (KeyError("ours"), 500)],
+)
+def test_a_chat_that_its_template_refuses_is_the_clients_fault(error: Exception, status: int) -> None:
+    """SGLang says so on its other routes, but not on Ollama's."""
+    app = FastAPI()
+
+    @app.post("/api/chat")
+    async def chat() -> None:
+        raise error
+
+    routes.mount(app)
+    answer = TestClient(app, raise_server_exceptions=False).post("/api/chat")
+    assert answer.status_code == status and (status == 500 or str(error) in answer.text)
 
 
 def engine(algorithm: str | None) -> Any:
