@@ -28,7 +28,8 @@ def register() -> None:
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
     hook(manager, _any_request, HookType.BEFORE)
     responses = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
-    hook(f"{responses}._generate_with_builtin_tools", _in_background, HookType.BEFORE)
+    for before in (_keep_priority, _in_background):
+        hook(f"{responses}._generate_with_builtin_tools", before, HookType.BEFORE)
 
 
 async def _openai_request(
@@ -64,6 +65,21 @@ def _any_request(self: Any, obj: Any, request: Any = None) -> None:
     resolved = request is not None and getattr(request.state, "adaserve_resolved", False)
     if isinstance(obj, GenerateReqInput) and is_active() and not resolved and not asks_for_health(request):
         _attach(obj, request)
+
+
+def _keep_priority(
+    self: Any,
+    request_id: str,
+    prompt: Any,
+    adapted: Any,
+    *_: Any,
+    raw_request: Any = None,
+    priority: int | None = None,
+    **__: Any,
+) -> None:
+    """That of a response's body, which SGLang does not hand on. Where none was sent ``priority`` is 0."""
+    if "priority" in getattr(raw_request, "_json", ()) and is_active():
+        adapted.priority = priority
 
 
 def _in_background(

@@ -16,7 +16,7 @@ from adaserve.boundary.limits import MAX_BATCH
 from adaserve.config import ENV, AdaServeConfig, slo_classes
 from adaserve.patches import slo_requests
 from adaserve.patches.boundary import asks_for_health
-from adaserve.patches.slo_requests import _any_request, _in_background, _native_request
+from adaserve.patches.slo_requests import _any_request, _in_background, _keep_priority, _native_request
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import WIRE_KEY, RequestSLO
 
@@ -142,6 +142,16 @@ def test_tenants_are_told_apart_and_their_keys_not_told() -> None:
     assert tenant() == "anonymous" and "secret" not in mine
     assert mine == tenant(authorization="bearer secret-1") == tenant(x_api_key="secret-1")
     assert mine != tenant(authorization="Bearer secret-2")
+
+
+@pytest.mark.parametrize(("body", "priority"), [({"priority": 2}, 2), ({"priority": 0}, 0), ({}, 3)])
+def test_a_response_has_the_priority_of_its_body_or_of_the_hint(body: dict[str, Any], priority: int) -> None:
+    """SGLang reads the body's, 0 where there is none, and drops it."""
+    request, obj = http(body, x_dynamo_request_priority="3"), GenerateReqInput(text="a")
+    read = body.get("priority", 0)
+    _keep_priority(None, "resp_a", "a", obj, {}, None, raw_request=request, priority=read)
+    _any_request(None, obj, request)
+    assert obj.priority == priority
 
 
 def test_a_priority_hint_fills_sglangs_field_unless_the_request_did() -> None:
