@@ -50,6 +50,9 @@ _FLAGS = {
     "--shutdown-grace-period-secs": str(GRACE_S),
 }
 
+_ADDRESSES = {"--host", "--port", "--worker-urls"}
+"""Flags of a router that say where it is asked, and whom it asks."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
@@ -93,7 +96,7 @@ class RouterSpec:
     host: str = "127.0.0.1"
     port: int = 30000
     metrics_port: int = 30100  # of its Prometheus metrics
-    extra: tuple[str, ...] = ()  # its own flags, which win
+    extra: tuple[str, ...] = ()  # its own flags, which win; none of its addresses
 
     def __post_init__(self) -> None:
         if self.name not in ROUTERS:
@@ -101,6 +104,11 @@ class RouterSpec:
         if find_spec(ROUTERS[self.name]) is None:
             extra = "'adaserve[fleet]'" if self.name == "sglang-router" else self.name
             raise ServerError(f"the router {self.name} is not installed: pip install {extra}")
+        if chosen := _ADDRESSES & self._given:
+            raise ServerError(
+                f"the router's flags may not have {', '.join(sorted(chosen))}: give its address to `adaserve "
+                "fleet up`, with --host and --port; its replicas are known"
+            )
 
     @property
     def url(self) -> str:

@@ -52,6 +52,16 @@ def test_ports_flags_and_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "--policy=power_of_two" in router and "--policy" not in router, "the user's flag wins"
 
 
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "flags", ["--port 31000", "--host=0.0.0.0 --policy random", "--worker-urls http://a"]
+)
+def test_a_router_is_asked_where_the_fleet_says(flags: str, tmp_path: Path) -> None:
+    """Elsewhere the fleet would wait for it for ten minutes, and then end the replicas."""
+    said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--router-flags", flags])
+    assert said.exit_code == 2 and "the router's flags may not have --" in said.output
+
+
 def test_all_replicas_promise_what_the_first_one_measured() -> None:
     flags = ("--size", "12M")
     assert ReplicaSpec(1, flags).promising(18.04321).flags == (*flags, "--baseline-ms", "18.04")
