@@ -146,6 +146,9 @@ class SLOConfig(Checked):
     def _known_names(self) -> SLOConfig:
         if CUSTOM_CLASS in self.classes:
             raise SLOError("the class name 'custom' is reserved for requests that give milliseconds only")
+        for name, cls in self.classes.items():
+            if cls.name != name:
+                raise SLOError(f"class {name!r} has the name {cls.name!r}: leave it out")
         if self.default_class is not None and self.default_class not in self.classes:
             raise SLOError(f"default_class {self.default_class!r} is not one of: {self._names()}")
         return self

@@ -421,6 +421,7 @@ def test_config_file(tmp_path: Path) -> None:
         ("classes: {'1a': {}}", "classes.1a: name is '1a'"),
         ("classes: {custom: {}}", "reserved"),
         ("classes: {a: {}}\ndefault_class: z", "not one of"),
+        ("classes: {a: {name: b, tpot_ms: 50}}", "class 'a' has the name 'b': leave it out"),
         ("classes: {}\nlimits: {least_tpot_ms: 0}", "limits: least_tpot_ms is 0"),
         ("classes: {}\nlimits: {tenant_share: 1.5}", "limits: tenant_share is 1.5.*less than or equal to 1"),
         ("classes: {}\nlimits: {share: 0.5}", "limits: unknown setting 'share': known are own_ms"),
