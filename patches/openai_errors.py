@@ -3,7 +3,7 @@
 Why: SGLang answers with the parts of an error, but not inside of ``error``, where OpenAI's clients look for
 them. Those for JavaScript then say "400 status code (no body)". A wrong body is answered with what Pydantic
 says about every type that it tried, twice and as Python writes it. Errors of Anthropic's route have its
-shape, but OpenAI's types.
+shape, but OpenAI's types; with --fastapi-root-path SGLang takes the route for another one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from fastapi.responses import JSONResponse
 from sglang.srt.entrypoints.anthropic.serving import ERROR_TYPE_MAP
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.asgi import route_path
 from adaserve.boundary.bodies import told
 from adaserve.boundary.wording import as_sent, not_json, wrong_fields
 from adaserve.patches import hook
 from adaserve.patches.boundary import applies
+
+ANTHROPIC = "/v1/messages"
+"""What the paths of its routes begin with."""
 
 
 def register() -> None:
@@ -49,7 +53,7 @@ def mount(app: Any) -> None:
     refused, wrong = app.exception_handlers[HTTPException], app.exception_handlers[RequestValidationError]
 
     async def on_refused(request: Any, error: HTTPException) -> Any:
-        return in_shape(await refused(request, error))
+        return in_shape(await refused(request, error), path=route_path(request.scope))
 
     async def on_wrong(request: Any, error: RequestValidationError) -> Any:
         errors = list(error.errors())
@@ -57,19 +61,24 @@ def mount(app: Any) -> None:
         sent = error.body if isinstance(error.body, dict) else ()
         how = [request.headers.get(name, "") for name in ("content-type", "content-encoding")]
         message = not_json(errors, error.body, *how) or wrong_fields(errors, error.body)
-        return in_shape(response, sent, message=message)
+        return in_shape(response, sent, message=message, path=route_path(request.scope))
 
     app.add_exception_handler(HTTPException, on_refused)
     app.add_exception_handler(RequestValidationError, on_wrong)
 
 
 def in_shape(
-    response: Any, sent: Collection[str] = (), known: Collection[str] = (), *, message: str | None = None
+    response: Any,
+    sent: Collection[str] = (),
+    known: Collection[str] = (),
+    *,
+    message: str | None = None,
+    path: str = "",
 ) -> Any:
     """An error of SGLang's as OpenAI or Anthropic writes it; other responses as they are.
 
     ``sent``: the fields of the request; ``known``: those of its route. ``message``: what is said in place of
-    SGLang's words.
+    SGLang's words. ``path``: of the request, where its route did not write the error itself.
     """
     if not isinstance(response, JSONResponse) or response.status_code < 400:
         return response
@@ -78,7 +87,7 @@ def in_shape(
     if not isinstance(given, dict):
         return response  # of other APIs
     message = message or as_sent(str(given.get("message")), sent, known)
-    if body.get("type") == "error":
+    if body.get("type") == "error" or path.startswith(ANTHROPIC):
         kind = ERROR_TYPE_MAP.get(response.status_code, given.get("type"))
         return _with(response, {"type": "error", "error": {"type": kind, "message": message}})
     leading = re.match(r"\w+", message)

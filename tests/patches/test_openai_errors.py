@@ -9,8 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import HTTPException
+from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.testclient import TestClient
+from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 
@@ -23,7 +27,7 @@ from adaserve.patches.boundary import (
     _responses_status,
     _without_a_traceback,
 )
-from adaserve.patches.openai_errors import in_shape
+from adaserve.patches.openai_errors import in_shape, mount
 
 FLAT = {
     "object": "error",
@@ -114,6 +118,26 @@ def test_input_that_makes_no_chat_is_told_in_a_line() -> None:
     with pytest.raises(ValueError, match=r"^input makes no chat: messages\[0\].content: Input") as error:
         asyncio.run(_without_a_traceback(make, made, None, None, tool_adapter=None))
     assert "\n" not in str(error.value) and "http" not in str(error.value)
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_errors_of_anthropics_route_have_its_shape_below_a_prefix_too(prefix: str) -> None:
+    """SGLang looks for the route at the beginning of the whole path, --fastapi-root-path included."""
+    app = FastAPI()
+    for kind in (HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, http_server.app.exception_handlers[kind])
+
+    @app.post("/v1/messages")
+    async def messages(request: AnthropicMessagesRequest) -> None:
+        raise HTTPException(400, "stop is not served here")
+
+    mount(app)
+    client = TestClient(app, root_path=prefix)
+    body = {"model": "m", "messages": [], "max_tokens": 5}
+    answers = [client.post(f"{prefix}/v1/messages", json=sent).json() for sent in (body, {"model": "m"})]
+    kinds = [(answer["type"], answer["error"]["type"]) for answer in answers]
+    assert kinds == [("error", "invalid_request_error")] * 2
+    assert answers[0]["error"]["message"] == "stop is not served here"
 
 
 def test_an_error_of_anthropic_keeps_its_shape() -> None:
