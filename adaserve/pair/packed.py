@@ -66,7 +66,7 @@ def average(first: Path, second: Path, share: float, out: Path) -> None:
 
     What training made the model forget comes back at a small loss of what it learned (Wortsman et al. 2022,
     "Robust fine-tuning of zero-shot models"). Everything but the weights is ``first``'s. Raises PairError for
-    folders without a model, or with models of different shapes.
+    folders without a model, or with models of different shapes or vocabularies.
     """
     for folder in (first, second):
         if not has_weights(folder):
@@ -74,6 +74,8 @@ def average(first: Path, second: Path, share: float, out: Path) -> None:
     weights, others = read_weights(first), read_weights(second)
     if {n: w.shape for n, w in weights.items()} != {n: w.shape for n, w in others.items()}:
         raise PairError(f"{first} and {second} hold models of different shapes, which have no average")
+    if not all(w.is_floating_point() or w.equal(others[n]) for n, w in weights.items()):
+        raise PairError(f"{first} and {second} hold heads that know different tokens, which have no average")
     mixed = {n: w.float().lerp(others[n].float(), share).to(w.dtype) for n, w in weights.items()}
     with TemporaryDirectory() as name:
         plain = Path(name)

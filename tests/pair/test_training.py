@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from adaserve.pair import distill, export
 from adaserve.pair.candidates import ModelDrafter, draft_trees
@@ -15,7 +16,7 @@ from adaserve.pair.data import Batches, load_tokenizer, open_stream
 from adaserve.pair.distill import divergence, sliced
 from adaserve.pair.evaluate import best_shared, best_tau, distinct_share
 from adaserve.pair.export import Recipe, ensure_corpus, train_pair
-from adaserve.pair.folders import PACKED_NAME, PairError, weights_folder
+from adaserve.pair.folders import PACKED_NAME, PLAIN_NAME, PairError, weights_folder
 from adaserve.pair.generate import Cache, extend, generate
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import orthogonalised
@@ -258,3 +259,15 @@ def test_an_average_lies_between_two_models(tmp_path: Path) -> None:
     for other, reason in (("d", "different shapes"), ("e", "holds no model")):
         with pytest.raises(PairError, match=reason):
             average(tmp_path / "a", tmp_path / other, 0.25, tmp_path / "f")
+
+
+def test_heads_that_know_different_tokens_have_no_average(tmp_path: Path) -> None:
+    """A row of one's output matrix stands for another token in the other, and so would what lies between."""
+    for name, token in (("a", 7), ("b", 8)):
+        (tmp_path / name).mkdir()
+        tensors = {"lm_head.weight": torch.rand(1, 4).half(), "d2t": torch.tensor([token])}
+        save_file(tensors, tmp_path / name / PLAIN_NAME)
+    with pytest.raises(PairError, match="know different tokens"):
+        average(tmp_path / "a", tmp_path / "b", 0.25, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    average(tmp_path / "a", tmp_path / "a", 0.25, tmp_path / "c")
