@@ -1,6 +1,6 @@
 """What a draft step and a verification cost on this host with these models.
 
-A short measurement runs at every server start (about a second on the embedded pair); ``adaserve
+A short measurement runs at every server start (four seconds on the embedded pair); ``adaserve
 profile`` runs a longer one. Both measure the forwards that serving uses.
 """
 
