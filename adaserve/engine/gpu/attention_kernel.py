@@ -238,6 +238,8 @@ def _over(  # type: ignore[no-untyped-def]
         inside = is_key[:, None] & (column < dim)
         k = tl.load(keys + slot * k_slot + column, mask=inside, other=0.0)
         v = tl.load(values + slot * v_slot + column, mask=inside, other=0.0)
+        # Hidden slots may hold anything, as where another request's numbers overflowed: 0 x NaN is NaN.
+        v = tl.where(v - v == 0.0, v, 0.0).to(v.dtype)
         score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
         if at + block_keys > window:
             asked = hides[:, None] & ((key >= window) & is_key)[None, :]

@@ -70,6 +70,20 @@ def prompts(columns: int = 96) -> float:
     return float((outputs[0] - outputs[1]).abs().max())
 
 
+def hidden(number: float) -> torch.Tensor:
+    """What two tokens say whose window ends in a slot that neither sees, and that holds ``number``."""
+    heads = HeadShape(4, 2, 32, 0.3, torch.float32, torch.float32)
+    extent = Extent(np.array([2]), np.array([8]))
+    generator, buffers = torch.Generator().manual_seed(0), AttentionBuffers.allocate(8, 2, CPU)
+    q, keys, values = (torch.randn(n, h, 32, generator=generator) for n, h in ((2, 4), (8, 2), (8, 2)))
+    buffers.kv_indices.copy_(torch.arange(8))
+    keys[-1] = values[-1] = number
+    kernel, seen = own_kernel(heads, CPU)(buffers, 1, 0), torch.tensor([[[1, 0, 0], [1, 1, 0]]]).bool()
+    set_out(kernel, extent, CPU)
+    with kernel.hiding(torch.from_numpy(extent.window_ends)[None], seen):
+        return kernel.run(q, keys, values, 0.3)
+
+
 def far_slots() -> float:
     """The largest difference in a pool of more than 2^31 numbers, of which hardly any is ever touched."""
     far, dim = 1 << 30, 32
