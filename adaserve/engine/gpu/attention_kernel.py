@@ -192,6 +192,7 @@ def _attend(  # type: ignore[no-untyped-def]
         inside = is_row[:, None] & (column < dim)[None, :]
         of_query = token * q_token + row_head * q_head
         query = tl.load(q + of_query[:, None] + column[None, :], mask=inside, other=0.0)
+        query = query.to(keys.dtype.element_ty)  # --kv-cache-dtype may be another one than the model's
         # Rows that hide something read what they see of the last ``width`` keys.
         hides = is_row & (width > 0)
         hides = hides & (tl.load(ends + token, mask=hides, other=-1) >= 0)

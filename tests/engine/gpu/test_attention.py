@@ -65,6 +65,19 @@ def test_numbers_that_no_token_sees_do_not_matter() -> None:
     assert python(HIDDEN, interpret=True).split() == ["True"] * 3
 
 
+MIXED = """
+from torch import bfloat16, float16, float32
+from tests.engine.gpu.triton_check import mixed
+print(mixed(bfloat16, float16), mixed(float32, float16))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_pool_of_another_type_than_the_model_is_read() -> None:
+    """As with ``--kv-cache-dtype bf16`` and a model in fp16, but the interpreter cannot multiply bf16."""
+    assert max(map(float, python(MIXED, interpret=True).split())) < 2e-2
+
+
 SPILLED = """
 import torch
 from adaserve.engine.gpu.attention_kernel import TILE, Workspace, _attend

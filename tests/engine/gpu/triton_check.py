@@ -84,6 +84,21 @@ def hidden(number: float) -> torch.Tensor:
         return kernel.run(q, keys, values, 0.3)
 
 
+def mixed(kind: torch.dtype, kept: torch.dtype) -> float:
+    """The largest difference where a model of one ``kind`` has a pool that is ``kept`` in another."""
+    extent, heads = Extent(np.array([2]), np.array([8])), HeadShape(4, 2, 32, 0.3, kind, kept)
+    generator, buffers = torch.Generator().manual_seed(0), AttentionBuffers.allocate(8, 2, CPU)
+    q, keys, values = (torch.randn(n, h, 32, generator=generator) for n, h in ((2, 4), (8, 2), (8, 2)))
+    buffers.kv_indices.copy_(torch.arange(8))
+    outputs = []
+    for kernel in (own_kernel(heads, CPU)(buffers, 1, 0), SdpaKernel(buffers)):
+        set_out(kernel, extent, CPU)
+        outputs.append(kernel.run(q.to(kind), keys.to(kept), values.to(kept), 0.3))
+    right = outputs[1]
+    assert outputs[0].dtype == right.dtype == kind
+    return float((outputs[0] - right).abs().max())
+
+
 def far_slots() -> float:
     """The largest difference in a pool of more than 2^31 numbers, of which hardly any is ever touched."""
     far, dim = 1 << 30, 32
