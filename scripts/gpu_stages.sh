@@ -133,6 +133,8 @@ keep_alone() {
       put "$trace" "$name"
     fi
   done
+  # shellcheck disable=SC2012
+  ls -t "$OUT"/trace-* 2>/dev/null | tail -n +$((most_traces + 1)) | while read -r trace; do rm -f "$trace"; done
 }
 keep_now_and_then() { # a command that is killed has no last word
   while sleep "${SAVE_EVERY:-10}" && kill -0 $$; do

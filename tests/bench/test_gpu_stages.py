@@ -319,6 +319,23 @@ def test_what_is_fetched_is_little_and_flat(host: Path) -> None:
     assert (host / "out" / "gpu-check.json").read_text() == '"check-large-auto"', "not what narrowed it down"
 
 
+def test_older_traces_give_way_to_newer_ones(host: Path) -> None:
+    """What is saved meanwhile counts as well: those of earlier calls come first, and are five already."""
+    profiles = host / ".local" / "gpu-stages" / "check-large-auto" / "profiles"
+    for batch in range(1, 6):
+        (profiles / f"batch-{batch}").mkdir(parents=True)
+        (profiles / f"batch-{batch}" / "trace.json").write_text("{}")
+        os.utime(profiles / f"batch-{batch}" / "trace.json", (batch, batch))
+    for batch in (6, 7):
+        run(host, "profile", PYTHON=fake_python(host, "exit 0"))
+        (profiles / f"batch-{batch}").mkdir()
+        (profiles / f"batch-{batch}" / "trace.json").write_text("{}")
+        os.utime(profiles / f"batch-{batch}" / "trace.json", (batch, batch))
+    run(host, "profile", PYTHON=fake_python(host, "exit 0"))
+    kept = sorted(path.name for path in (host / "out").glob("trace-*"))
+    assert kept == [f"trace-check-large-auto-batch-{batch}.json" for batch in range(3, 8)]
+
+
 def test_a_call_that_is_killed_has_saved(host: Path) -> None:
     """SIGKILL leaves no time for a last word."""
     found = host / ".local" / "gpu-stages" / "check-small-auto" / "gpu-check.json"
