@@ -136,6 +136,9 @@ def attend(
         keys = k_buffer[slots].float().transpose(0, 1).unsqueeze(0)
         values = v_buffer[slots].float().transpose(0, 1).unsqueeze(0)
         queries = q[q0:q1].transpose(0, 1).unsqueeze(0)
+        if plan.custom_mask is not None:  # hidden slots may hold anything, and 0 x NaN is NaN
+            for part in (keys, values):
+                part.nan_to_num_(0.0, 0.0, 0.0)
         # One decoding query of a causal plan sees everything: a mask would only cost time.
         seen = None if plan.custom_mask is None and q1 - q0 == 1 else mask
         heads = functional.scaled_dot_product_attention(
