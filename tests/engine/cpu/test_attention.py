@@ -113,6 +113,22 @@ def test_trees_equal_decoding_and_torch(
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 64), (3, 1, 24)])
+def test_what_overflowed_in_a_hidden_slot_does_not_matter(
+    shape: tuple[int, int, int], flags: tuple[str, ...]
+) -> None:
+    lean = lean_model(shape, flags)
+    pool = filled_pool(lean.config, 400, torch.float16, shuffled=True)
+    context = pool.take(90)
+    hidden, tree = context[40:50], random_tree(9, context, pool, torch.Generator().manual_seed(3))[0]
+    assert tree.mask is not None
+    tree.mask[:, 40:50] = False
+    expected = run(lean, pool, [tree])
+    for part in (pool.k[0], pool.v[0]):
+        part[hidden] = torch.tensor([torch.inf, -torch.inf, *[torch.nan] * 8]).half()[:, None, None]
+    assert torch.equal(run(lean, pool, [tree]), expected)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 64), (3, 1, 24)])
 def test_chunks_of_any_size_give_the_same_bits(
     shape: tuple[int, int, int], flags: tuple[str, ...], threads: Any
 ) -> None:

@@ -227,6 +227,12 @@ static void add_row_sums(const float *scores, size_t stride, int rows, int keys,
     }
 }
 
+/* Infinity and NaN become zero. fp16 overflows, and a slot that is hidden may hold what did, of another request:
+ * weighed with zero it would still be NaN. */
+static inline void drop_overflow(float *x, int n) {
+    for (int i = 0; i < n; i++) x[i] = x[i] - x[i] == 0 ? x[i] : 0;
+}
+
 /* Sets where a block's values can be read as rows of a matrix: in the pool itself if the slots follow each other. */
 static void find_values(const attention *a, attention_scratch *s, const attention_item *i, int head, int key0, int count,
                         tile_args *t) {
@@ -242,7 +248,9 @@ static void find_values(const attention *a, attention_scratch *s, const attentio
     }
     for (j = 0; j < count; j++) {
         fetch_head(a, a->values, key_at(a, i, head, key0 + j + KEY_BLOCK));
-        widen(a->type, a->values, key_at(a, i, head, key0 + j), s->values + j * a->padded_dim, a->head_dim);
+        float *row = s->values + j * a->padded_dim;
+        widen(a->type, a->values, key_at(a, i, head, key0 + j), row, a->head_dim);
+        if (a->type == FP16 && a->mask) drop_overflow(row, a->head_dim);
     }
     t->w = s->values;
     t->ldw = a->padded_dim;
