@@ -5,6 +5,9 @@ that it finds, not the first of the text, and any string rather than an end toke
 several stops the answer would depend on how many candidates happened to be accepted. Here every token is
 checked as if it had come alone, as in plain decoding.
 
+Tokens behind the stop are not told, but SGLang has counted those that reason by then. Reasoning is the
+beginning of an output, so no more of it can be told than there is output.
+
 SGLang also takes what it does not know in a stop expression, such as ``[^z]``, for endless, and then searches
 the whole answer after every token. Python knows how much such an expression can match at most.
 """
@@ -23,7 +26,9 @@ Check = Callable[[Any, int], bool]
 
 
 def register() -> None:
-    hook("sglang.srt.managers.schedule_batch.Req._check_str_based_finish", _check, HookType.AROUND)
+    request = "sglang.srt.managers.schedule_batch.Req"
+    hook(f"{request}._check_str_based_finish", _check, HookType.AROUND)
+    hook(f"{request}.update_finish_state", _count_reasoning, HookType.AFTER)
     hook("sglang.srt.sampling.sampling_params.get_max_seq_length", _longest, HookType.AROUND)
 
 
@@ -57,3 +62,8 @@ def ends_within(original: Check, req: Any, new_tokens: int) -> bool:
     finally:
         req.output_ids = whole
     return False
+
+
+def _count_reasoning(_: None, self: Any, new_accepted_len: int = 1) -> None:
+    if new_accepted_len > 1 and self.finished_len is not None and is_active():
+        self.reasoning_tokens = min(self.reasoning_tokens, self.finished_len)

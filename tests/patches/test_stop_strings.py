@@ -12,7 +12,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.vocabulary import EOS_ID
-from adaserve.patches.stop_strings import ends_within, longest_match
+from adaserve.patches.stop_strings import _count_reasoning, ends_within, longest_match
 
 TEXT = "def __repr__(self):\n        return self.name\n\nclass Fox(Dog):\n    def run(self, far): # back\n"
 STOPS = ("self", "return", "\n\n", ":", "class", "name\n", "far)", "(", "no such text")
@@ -44,6 +44,23 @@ def ended(tokenizer: Any, tokens: list[int], sizes: list[int], **params: Any) ->
         if req.finished():
             return req.finished_reason.to_json(), list(req.output_ids_through_stop)
     return None, list(req.output_ids)
+
+
+def reasoned(tokenizer: Any, tokens: list[int], sizes: list[int], end: list[int]) -> tuple[int, int]:
+    """Tokens of a stopped request that reasons up to ``end``, and how many of them reason."""
+    sampling = SamplingParams(max_new_tokens=len(tokens), stop=["far"])
+    sampling.normalize(tokenizer)
+    req = Req("r", "a", [5], sampling)
+    req.tokenizer, req.eos_token_ids = tokenizer, {EOS_ID}
+    at = 0
+    while not req.finished():  # as SGLang's processor of results
+        portion = tokens[at : at + sizes.pop(0)]
+        at += len(portion)
+        req.output_ids.extend(portion)
+        req.update_reasoning_tokens(portion, end)
+        req.update_finish_state(len(portion))
+        _count_reasoning(None, req, len(portion))
+    return len(req.output_ids_through_stop), req.reasoning_tokens
 
 
 def portions(total: int, rng: random.Random) -> list[int]:
@@ -89,3 +106,16 @@ def test_an_end_token_before_a_stop_string_counts(tokenizer: Any) -> None:
 )
 def test_no_more_of_the_answer_is_searched_than_can_match(expression: str, characters: int) -> None:
     assert longest_match(expression) == characters
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize("end", ["class", "back", "no such text"])
+@pytest.mark.parametrize("seed", range(10))
+def test_reasoning_behind_the_stop_is_not_counted(tokenizer: Any, seed: int, end: str) -> None:
+    rng = random.Random(seed)
+    tokens = list(tokenizer.encode(TEXT, add_special_tokens=False))
+    mark = list(tokenizer.encode(end, add_special_tokens=False))
+    right = reasoned(tokenizer, tokens, [1] * len(tokens), mark)
+    assert right[1] <= right[0] < len(tokens)
+    for sizes in (portions(len(tokens), rng), [len(tokens)]):
+        assert reasoned(tokenizer, tokens, sizes, mark) == right
