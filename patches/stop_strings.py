@@ -6,7 +6,8 @@ several stops the answer would depend on how many candidates happened to be acce
 checked as if it had come alone, as in plain decoding.
 
 Tokens behind the stop are not told, but SGLang has counted those that reason by then. Reasoning is the
-beginning of an output, so no more of it can be told than there is output.
+beginning of an output, so no more of it can be told than there is output. SGLang also keeps these tokens, and
+the next turn of a session would follow a text that the client has never seen.
 
 SGLang also takes what it does not know in a stop expression, such as ``[^z]``, for endless, and then searches
 the whole answer after every token. Python knows how much such an expression can match at most.
@@ -29,6 +30,7 @@ def register() -> None:
     request = "sglang.srt.managers.schedule_batch.Req"
     hook(f"{request}._check_str_based_finish", _check, HookType.AROUND)
     hook(f"{request}.update_finish_state", _count_reasoning, HookType.AFTER)
+    hook("sglang.srt.session.session_controller.Session.create_req", _continue, HookType.BEFORE)
     hook("sglang.srt.sampling.sampling_params.get_max_seq_length", _longest, HookType.AROUND)
 
 
@@ -67,3 +69,10 @@ def ends_within(original: Check, req: Any, new_tokens: int) -> bool:
 def _count_reasoning(_: None, self: Any, new_accepted_len: int = 1) -> None:
     if new_accepted_len > 1 and self.finished_len is not None and is_active():
         self.reasoning_tokens = min(self.reasoning_tokens, self.finished_len)
+
+
+def _continue(self: Any, req: Any, *_: Any, **__: Any) -> None:
+    """``self``: a session; ``req``: its next turn, which names the one before."""
+    last = self.req_nodes.get(req.session_params.rid)
+    if last is not None and is_active():
+        last.req.output_ids = last.req.output_ids_through_stop

@@ -158,6 +158,7 @@ TARGETS = {
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_open_session_req_output": ["self", "recv_obj"],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     "sglang.srt.session.session_controller.SessionReqNode.clear": ["self", "req_dict"],
+    "sglang.srt.session.session_controller.Session.create_req": ["self", "req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
     f"{MANAGERS}.schedule_policy.PrefillAdder.add_one_req": [

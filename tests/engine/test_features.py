@@ -143,6 +143,29 @@ def assert_equal_answers(server: Server, stock: Server, jobs: list[Job]) -> list
     return [a for a in got if a is not None]
 
 
+def second_turn(server: Server, prompt: list[int], stop: str) -> dict[str, Any]:
+    """What a session says after a turn that was stopped."""
+    session = server.post("/open_session", {"capacity_of_str_len": 1000}).json()
+    turn = {"id": session}
+    first = server.generate(input_ids=prompt, sampling_params=greedy(stop=stop), session_params=turn)
+    turn["rid"] = first["meta_info"]["id"]
+    answer: dict[str, Any] = server.generate(
+        input_ids=PROMPTS[1], sampling_params=greedy(), session_params=turn
+    )
+    server.post("/close_session", {"session_id": session})
+    return answer
+
+
+def test_a_session_goes_on_after_its_stop(served: Served, stock: Server) -> None:
+    for prompt in PROMPTS:
+        free = stock.generate(input_ids=prompt, sampling_params=greedy())
+        for place in (3, 8, 15):
+            stop = free["text"][place : place + 3]
+            right, got = second_turn(stock, prompt, stop), second_turn(served.server, prompt, stop)
+            assert got["meta_info"]["prompt_tokens"] == right["meta_info"]["prompt_tokens"], (prompt, stop)
+            assert got["output_ids"] == right["output_ids"], (prompt, stop)
+
+
 def test_several_choices_of_one_prompt(served: Served, stock: Server) -> None:
     body = {"input_ids": PROMPTS[0], "sampling_params": {**greedy(), "n": 4}}
     got, right = served.server.generate(**body), stock.generate(**body)
