@@ -106,8 +106,8 @@ def build_rows(
             f"{rate_rps:.3g} requests/s for {seconds:g} s give no request: raise --seconds or the load"
         )
     rows = _sampled(workload, n, seed) if workload.trace else [TraceRow(0.0, 1, 1)] * n
-    given = any(r.slo_class for r in rows)
-    if not given or point.urgent is not None or not {r.slo_class for r in rows} <= set(workload.names):
+    given = {r.slo_class for r in rows if r.slo_class}
+    if not given or point.urgent is not None or not given <= set(workload.names):
         rows = _classified(workload, rows, workload.mix(urgent, point.urgent), seed)
     else:
         rows = list(assign_classes(rows, workload.mix(urgent, None), seed))

@@ -154,6 +154,12 @@ def test_a_trace_without_classes_gets_the_papers() -> None:
     assert {r.output_tokens for r in found} == {64}
 
 
+def test_rows_of_a_trace_that_name_a_class_keep_it_where_others_name_none() -> None:
+    found = rows(Workload(trace=trace(names=("chat", None))))
+    assert [r.slo_class for r in found[::2]] == ["chat"] * 100
+    assert counts(found)["coding"] > 40, "the others get the paper's shares"
+
+
 def test_no_request_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(SweepError, match="--seconds"):
         rows(Workload(), rate=0.01, seconds=2.0)
