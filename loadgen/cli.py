@@ -47,7 +47,9 @@ def bench_serve(
         Number, _load("As in vLLM: 1 = Poisson, less = bursts, more = even gaps.", show_default="1")
     ] = None,
     duration: Annotated[Number, _load("Seconds during which requests arrive.", show_default="60")] = None,
-    trace: Annotated[Text, _load("Trace: JSONL, Azure, BurstGPT, Mooncake or AdaServe file.")] = None,
+    trace: Annotated[
+        Text, _load("Trace to replay for --duration: JSONL, Azure, BurstGPT, Mooncake or AdaServe file.")
+    ] = None,
     start: Annotated[Number, _load("Skip this many seconds of the trace.")] = None,
     target_rps: Annotated[Number, _load("Stretch the trace to this mean rate.")] = None,
     time_scale: Annotated[Number, _load("Multiply the trace's times; 2 halves the load.")] = None,
