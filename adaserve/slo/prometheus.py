@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -157,8 +158,8 @@ class ServerMetrics:
                 self.arrivals.labels(through, stated)
         for name, target in targets.items():
             self.target.labels(name).set(target)
-            for outcome in ("met", "missed", "failed"):
-                self.requests.labels(name, "all", outcome)
+            for objective, outcome in product(("all", "tpot", "ttft"), ("met", "missed", "failed")):
+                self.requests.labels(name, objective, outcome)
             for metric in (self.tokens, self.goodput, self.ratio, self.error, self.ttft):
                 metric.labels(name)
             self.gated.labels(name).set(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from itertools import product
 from typing import Any
 
 import pytest
@@ -306,8 +307,8 @@ def test_prometheus_counts() -> None:
         return value("adaserve:slo_requests_total", **wanted)
 
     assert [count("all", o) for o in ("met", "missed", "failed")] == [1, 1, 1]
-    assert [count("tpot", o) for o in ("met", "missed", "failed")] == [2, None, 1]
-    assert [count("ttft", o) for o in ("met", "missed", "failed")] == [None, 1, None]
+    assert [count("tpot", o) for o in ("met", "missed", "failed")] == [2, 0, 1]
+    assert [count("ttft", o) for o in ("met", "missed", "failed")] == [0, 1, 0]
     assert value("adaserve:goodput_tokens_total", slo_class="coding") == 40
     assert value("adaserve:slo_tpot_ratio_bucket", slo_class="coding", le="0.5") == 0
     assert value("adaserve:slo_tpot_ratio_bucket", slo_class="coding", le="0.75") == 2
@@ -317,6 +318,15 @@ def test_prometheus_counts() -> None:
     assert value("adaserve:draft_window_rows_total", window="all") == 3
     assert value("adaserve:draft_window_rows_total", window="64") == 2
     assert value("adaserve:slo_target", slo_class="coding") == 0.9
+
+
+def test_an_objective_that_nobody_has_met_is_told_as_0() -> None:
+    """A ratio in PromQL has no value where one side lacks the series: 0% attained would not be drawn."""
+    registry = CollectorRegistry()
+    stats(registry)
+    for objective, outcome in product(("all", "tpot", "ttft"), ("met", "missed", "failed")):
+        labels = MODEL | {"slo_class": "chat", "objective": objective, "outcome": outcome}
+        assert registry.get_sample_value("adaserve:slo_requests_total", labels) == 0
 
 
 @pytest.mark.parametrize(
