@@ -96,8 +96,11 @@ def schedule_before_baseline(config: BenchConfig) -> Schedule:
 
 
 def _from_trace(config: BenchConfig, spec: TraceSpec) -> Trace:
+    trace = read_trace(spec.path, spec.format, spec.sort)
+    if trace.is_recorded:
+        trace = Trace.merged([trace])  # from its first request on
     # The start is counted in the trace's own time, the duration in the run's.
-    trace = read_trace(spec.path, spec.format, spec.sort).window(spec.start_s)
+    trace = trace.window(spec.start_s)
     if spec.target_rps is not None:
         trace = trace.at_rps(spec.target_rps)
     if spec.time_scale != 1.0:

@@ -22,6 +22,9 @@ from adaserve.errors import UserError
 from adaserve.slo.classes import DEFAULT_CLASS, SLO, SLOConfig, SLOLimits, times_baseline
 from adaserve.slo.resolve import resolve
 
+EPOCH_S = 1e9
+"""Later times are those of the epoch, as servers record them: no trace that starts at 0 takes 31 years."""
+
 
 class TraceError(UserError, ValueError):
     """A trace that cannot be used; the message says where and what to change."""
@@ -72,6 +75,11 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a server has written it (``request_log.py``): times are those of the epoch."""
+        return bool(self.rows) and self.rows[0].arrival_s > EPOCH_S
 
     @property
     def duration_s(self) -> float:

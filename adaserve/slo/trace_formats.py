@@ -12,7 +12,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from adaserve.files import json_lines
 from adaserve.slo.classes import CUSTOM_CLASS
-from adaserve.slo.trace import Trace, TraceError, TraceRow
+from adaserve.slo.trace import EPOCH_S, Trace, TraceError, TraceRow
 
 MAX_TOKENS = 10_000_000
 
@@ -28,8 +28,8 @@ MAX_TOKENS = 10_000_000
 def read_trace(path: str | Path, fmt: str = "auto", sort: bool = False) -> Trace:
     """Reads a trace file. ``fmt`` is one of FORMATS or "auto" (decided by the first line).
 
-    Rows must be sorted by time from 0 on; ``sort=True`` sorts them instead of refusing.
-    Raises TraceError."""
+    Rows must be sorted by time from 0 on; ``sort=True`` sorts them instead of refusing. So are those that a
+    server has recorded, in the order in which they ended, by the time of the epoch. Raises TraceError."""
     path = Path(path)
     try:
         raw = path.read_bytes()
@@ -49,11 +49,8 @@ def read_trace(path: str | Path, fmt: str = "auto", sort: bool = False) -> Trace
             skipped += 1
         else:
             rows.append(_checked(row, where))
-            if not sort and len(rows) > 1 and (back_s := rows[-2].arrival_s - row.arrival_s) > 0:
-                raise TraceError(
-                    f"{where}: timestamps go back by {back_s:g} s: sort the file, or ask for sorting "
-                    "(sort: true under trace: in the configuration)"
-                )
+            if not sort and rows[0].arrival_s <= EPOCH_S:
+                _require_order(rows, where)
     if not rows:
         raise TraceError(f"{path} holds no requests")
     rows.sort(key=lambda r: r.arrival_s)
@@ -61,6 +58,14 @@ def read_trace(path: str | Path, fmt: str = "auto", sort: bool = False) -> Trace
         first_s = rows[0].arrival_s
         rows = [replace(r, arrival_s=r.arrival_s - first_s) for r in rows]
     return Trace(tuple(rows), str(path), skipped)
+
+
+def _require_order(rows: Sequence[TraceRow], where: str) -> None:
+    if len(rows) > 1 and (back_s := rows[-2].arrival_s - rows[-1].arrival_s) > 0:
+        raise TraceError(
+            f"{where}: timestamps go back by {back_s:g} s: sort the file, or ask for sorting (sort: true "
+            "under trace: in the configuration)"
+        )
 
 
 def detect_format(text: str, path: str) -> str:

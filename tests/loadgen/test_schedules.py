@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import load_prompts
 from adaserve.loadgen.protocol import body
 from adaserve.loadgen.schedule import build_schedule
+from adaserve.slo.classes import SLO
+from adaserve.slo.events import FinishedRequest
+from adaserve.slo.request_log import RequestLog
 from adaserve.slo.trace import TraceRow, write_jsonl
 
 
@@ -146,6 +150,18 @@ def test_trace_replay_keeps_times_lengths_and_prompts(tmp_path: Path) -> None:
     for k, r in enumerate(got):
         prompts.setdefault((k + 10) % 3, set()).add(r.prompt[:20])
     assert all(len(texts) == 1 for texts in prompts.values())
+
+
+def test_what_a_server_has_recorded_is_replayed_from_its_first_request_on(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path / "t.jsonl")
+    now_s = time.perf_counter()
+    for tokens, ago_s in ((5, 20.0), (6, 30.0), (7, 10.0)):  # in the order in which they ended
+        log.add(FinishedRequest(SLO("chat", 0.05), 0.1, 0.04, tokens), now_s - ago_s, 9)
+    log.close()
+    config = BenchConfig(trace=TraceSpec(path=str(tmp_path / "t.jsonl")), baseline_ms=30)
+    got = build_schedule(config).requests
+    assert [r.max_tokens for r in got] == [6, 5, 7]
+    assert [r.at_s for r in got] == pytest.approx([0.0, 10.0, 20.0], abs=0.1)
 
 
 def test_a_bound_is_stated_in_place_of_the_length(tmp_path: Path) -> None:
