@@ -28,6 +28,9 @@ NO_DRAFT = 1e-3
 WIDTH = 3
 """Beams of each request that draft steps are measured with."""
 
+LONG_POINTS = 8
+"""That are measured of each kind of forward for the sake of long contexts, at most: see ``_long``."""
+
 LONGEST, LONGEST_TREE = 8192, 8
 """Cached tokens per request that are measured at most, and tokens that positions must be left for besides."""
 
@@ -65,7 +68,7 @@ FULL = Grid(
 
 def profile_steps() -> int:
     """Points of a full profile, at most."""
-    return len(FULL.contexts) * (len(FULL.verify_tokens) + len(FULL.draft_rows))
+    return len(FULL.contexts) * (len(FULL.verify_tokens) + len(FULL.draft_rows)) + 2 * LONG_POINTS
 
 
 @dataclass(frozen=True)

@@ -395,6 +395,20 @@ def test_flags_that_are_not_used_are_not_silently_lost(caplog: pytest.LogCapture
     ]
 
 
+def test_a_full_profile_has_no_more_points_than_its_progress_bar() -> None:
+    def mark() -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: None)
+
+    target = SimpleNamespace(run=lambda batch: batch, argmax=lambda states: states)
+    draft = SimpleNamespace(rehearse=lambda batch, width: 1)
+    device = SimpleNamespace(target=target, mark=mark, time=lambda models, step: 1e-3)
+    table = torch.zeros(64, 16_384, dtype=torch.int32)
+    room = measure.Room(device, table, 1 << 20, 64, 16_384)  # type: ignore[arg-type]
+    said: list[str] = []
+    measure.measure(room, [draft], measure.FULL, said.append)  # type: ignore[list-item]
+    assert len(said) == measure.profile_steps()
+
+
 def test_a_pool_without_room_for_a_request() -> None:
     device = SimpleNamespace(target=None, mark=lambda: SimpleNamespace(wait=lambda: None))
     room = measure.Room(device, torch.zeros(4, 64, dtype=torch.int32), 1, 4, 64)  # type: ignore[arg-type]
