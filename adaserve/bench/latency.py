@@ -84,7 +84,7 @@ class Sample:
     round: int
     tpot_ms: float  # mean over the requests
     accept_length: float  # tokens per request and iteration, bonus included
-    distinct_8grams: float  # share of the output's 8-grams that occur once; low = the text loops
+    distinct_8grams: float  # share of the output's 8-grams; low = the text loops
     iteration_ms: float
     target_ms: float  # per iteration, in the target's forward
     draft_ms: float  # per iteration, in the draft's forwards
@@ -317,7 +317,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     made.caption = (
         "vs first: speed-up over the first draft and the same policy; worker: share of AdaServe's iteration "
         "outside both models; other: of the time from one iteration to the next, SGLang's own work included; "
-        "distinct: 8-grams of the output that occur once (below 90% it loops, which flatters drafts); same: "
+        "distinct: different 8-grams over all of the output (below 90% it loops, flattering drafts); same: "
         "answers as in plain decoding"
     )
     return made
