@@ -226,6 +226,7 @@ def _page(runs: Sequence[Run], groups: Sequence[Group], charts: Sequence[Chart])
     page: str = environment.get_template("report.html.j2").render(
         groups=groups,
         names=class_names(groups),
+        having=lambda name: [g for g in groups if any(g.parts(name))],
         charts=[{"title": c.title, "note": c.note, "svg": figures.svg(c.figure)} for c in charts],
         runs=runs,
         unsent=any(r.summary.get("never_sent") for r in runs),
