@@ -229,6 +229,7 @@ def _page(runs: Sequence[Run], groups: Sequence[Group], charts: Sequence[Chart])
         having=lambda name: [g for g in groups if any(g.parts(name))],
         charts=[{"title": c.title, "note": c.note, "svg": figures.svg(c.figure)} for c in charts],
         runs=runs,
+        models=list(dict.fromkeys(str(r.summary["model"]) for r in runs if r.summary.get("model"))),
         unsent=any(r.summary.get("never_sent") for r in runs),
         drafts=[(r.label, name, d) for r in runs for name, d in r.summary.get("learning", {}).items()],
         agreement=[row for r in runs for row in agreement_rows(r)],

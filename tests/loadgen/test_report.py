@@ -48,5 +48,20 @@ def test_each_row_stands_under_its_own_class(tmp_path: Path) -> None:
     seeds = [folder(tmp_path / "two-seed0", few), folder(tmp_path / "two-seed1", [*few, record(4, "rare")])]
     page = page_of([read_run(f) for f in (one, *seeds)], tmp_path)
     assert [(row[0], row[1], row[5]) for row in rows(page)] == [
-        ("coding", "one", "4"), ("", "two", "4"), ("rare", "two", "1"), ("all", "one", "4"), ("", "two", "4"),
+        ("coding", "one", "4"), ("", "two", "4"), ("rare", "two", "1"), ("all", "one", "4"), ("", "two", "4.5"),
     ]  # fmt: skip
+
+
+def test_one_failure_among_several_seeds_is_not_rounded_away(tmp_path: Path) -> None:
+    failed = record(9, error="HTTP 503")
+    seeds = [[*(record(k) for k in range(9)), failed if seed == 1 else record(9)] for seed in range(3)]
+    folders = [folder(tmp_path / f"priced-seed{n}", records) for n, records in enumerate(seeds)]
+    page = page_of([read_run(f) for f in folders], tmp_path)
+    assert [row[4:6] for row in rows(page)] == [["10", "0.3"]] * 2
+
+
+def test_the_models_of_all_runs_are_named(tmp_path: Path) -> None:
+    folders = [folder(tmp_path / name, [record(0)], model=f"{name}-8b") for name in ("small", "large")]
+    runs = [read_run(f) for f in folders]
+    assert "model small-8b</p>" in page_of(runs[:1], tmp_path)
+    assert "models small-8b, large-8b</p>" in page_of(runs, tmp_path)
