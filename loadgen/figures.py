@@ -37,6 +37,12 @@ def color(index: int) -> str:
     return COLORS[index % len(COLORS)]
 
 
+def as_it_is(name: str) -> str:
+    """A name for a figure. Matplotlib would read formulas between dollars, and it leaves what begins with an
+    underscore out of a legend."""
+    return " " * name.startswith("_") + name.replace("$", r"\$")
+
+
 def percent(axis: Any) -> None:
     """Has an axis (``ax.yaxis``) show shares as percentages."""
     from matplotlib.ticker import PercentFormatter
@@ -67,12 +73,12 @@ def bars(
         at = [x + (k - (len(series) - 1) / 2) * width for x in range(len(names))]
         heights, errors = zip(*values, strict=True)
         drawn = ax.bar(
-            at, heights, width * 0.94, yerr=errors, color=own.get(label, color(k)), label=label,
-            capsize=2, ecolor=_INK,
+            at, heights, width * 0.94, yerr=errors, color=own.get(label, color(k)),
+            label=as_it_is(label), capsize=2, ecolor=_INK,
         )  # fmt: skip
         if len(names) * len(series) <= 16:
             ax.bar_label(drawn, fmt=text, fontsize=7, padding=2)
-    ax.set_xticks(range(len(names)), names)
+    ax.set_xticks(range(len(names)), [as_it_is(name) for name in names])
 
 
 def save(figure: Any, path: Path) -> Path:

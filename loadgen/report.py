@@ -96,7 +96,7 @@ def build_charts(groups: Sequence[Group]) -> list[Chart]:
         *(_timeline(g, names, number, len(groups) == 1) for number, g in enumerate(groups)),
     ]
     for chart in charts:
-        chart.figure.suptitle(chart.title)
+        chart.figure.suptitle(figures.as_it_is(chart.title))
     return charts
 
 
@@ -155,7 +155,8 @@ def _cdf(groups: Sequence[Group], names: Sequence[str], key: str) -> Chart:
             line = k if len(groups) > 1 else c
             style = {"color": figures.color(c), "linestyle": figures.STYLES[line % len(figures.STYLES)]}
             label = name if len(groups) == 1 else f"{g.label}, {name}"
-            ax.plot([finite[0], *finite], share, drawstyle="steps-post", label=label, **style)
+            shown = figures.as_it_is(label)
+            ax.plot([finite[0], *finite], share, drawstyle="steps-post", label=shown, **style)
             highest.append(float(np.percentile(finite, 99.5)))
     ax.set(xlabel="TPOT / SLO" if ratio else "time to first token (s)", ylabel="share of requests",
            xlim=(0, max(highest) * 1.1 or 1.0), ylim=(0, 1.02))  # fmt: skip
@@ -184,7 +185,7 @@ def _timeline(group: Group, names: Sequence[str], number: int, single: bool) -> 
         with np.errstate(invalid="ignore"):
             share = np.histogram(at, edges, weights=met)[0] / np.histogram(at, edges)[0]
         style = {"color": figures.color(c), "linestyle": figures.STYLES[c % len(figures.STYLES)]}
-        ax.plot(middle, share, label=f"{name} attainment", **style)
+        ax.plot(middle, share, label=figures.as_it_is(f"{name} attainment"), **style)
     arrivals = np.histogram(everything, edges)[0]
     peak = max(1, int(arrivals.max()))
     ax.plot(middle, arrivals / peak, drawstyle="steps-mid", lw=1, label="arrivals", color=figures.COLORS[-1])

@@ -65,3 +65,17 @@ def test_the_models_of_all_runs_are_named(tmp_path: Path) -> None:
     runs = [read_run(f) for f in folders]
     assert "model small-8b</p>" in page_of(runs[:1], tmp_path)
     assert "models small-8b, large-8b</p>" in page_of(runs, tmp_path)
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Matplotlib has ideas of its own about dollars and underscores."""
+    names = (r"a$\frac$b", "cost $1 to $2", "_first", "<b>bold</b>")
+    records = [record(k, name) for k, name in enumerate(names)]
+    runs = [read_run(folder(tmp_path / str(k), records), label) for k, label in enumerate(names)]
+    page = page_of(runs, tmp_path)
+    texts = [html.unescape(t) for t in re.findall(r"<text[^>]*>([^<]*)</text>", page)]
+    for name in names:
+        of_classes, of_settings = f"{name} attainment", f"Timeline of {name}"
+        assert {of_classes, of_settings} <= {t.strip() for t in texts}, name
+        assert sum(t.strip() == name for t in texts) == 4, "in two legends, and below the bars of two figures"
+        assert f">{html.escape(name)}</td>" in page
