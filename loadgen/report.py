@@ -185,7 +185,7 @@ def _timeline(group: Group, names: Sequence[str], number: int, single: bool) -> 
         with np.errstate(invalid="ignore"):
             share = np.histogram(at, edges, weights=met)[0] / np.histogram(at, edges)[0]
         style = {"color": figures.color(c), "linestyle": figures.STYLES[c % len(figures.STYLES)]}
-        ax.plot(middle, share, label=figures.as_it_is(f"{name} attainment"), **style)
+        ax.plot(middle, share, label=figures.as_it_is(f"{name} attainment"), marker=".", **style)
     arrivals = np.histogram(everything, edges)[0]
     peak = max(1, int(arrivals.max()))
     ax.plot(middle, arrivals / peak, drawstyle="steps-mid", lw=1, label="arrivals", color=figures.COLORS[-1])

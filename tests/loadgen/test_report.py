@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adaserve.loadgen.report import write_report
+import numpy as np
+
+from adaserve.loadgen.report import build_charts, group_runs, write_report
 from adaserve.loadgen.run_folder import Run, read_run
 from adaserve.slo.metrics import RequestRecord
 
@@ -48,7 +50,8 @@ def test_each_row_stands_under_its_own_class(tmp_path: Path) -> None:
     seeds = [folder(tmp_path / "two-seed0", few), folder(tmp_path / "two-seed1", [*few, record(4, "rare")])]
     page = page_of([read_run(f) for f in (one, *seeds)], tmp_path)
     assert [(row[0], row[1], row[5]) for row in rows(page)] == [
-        ("coding", "one", "4"), ("", "two", "4"), ("rare", "two", "1"), ("all", "one", "4"), ("", "two", "4.5"),
+        ("coding", "one", "4"), ("", "two", "4"), ("rare", "two", "1"),
+        ("all", "one", "4"), ("", "two", "4.5"),
     ]  # fmt: skip
 
 
@@ -79,3 +82,12 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
         assert {of_classes, of_settings} <= {t.strip() for t in texts}, name
         assert sum(t.strip() == name for t in texts) == 4, "in two legends, and below the bars of two figures"
         assert f">{html.escape(name)}</td>" in page
+
+
+def test_a_timeline_shows_classes_whose_requests_lie_far_apart(tmp_path: Path) -> None:
+    rare = [record(number, "rare") for number in (20, 120, 220)]
+    run = read_run(folder(tmp_path / "run", [*(record(k) for k in range(240)), *rare]))
+    (chart,) = [c for c in build_charts(group_runs([run])) if c.name == "timeline"]
+    (line,) = [x for x in chart.figure.axes[0].lines if x.get_label() == "rare attainment"]
+    assert np.isfinite(line.get_ydata()).sum() == 3
+    assert line.get_marker() == ".", "a point without neighbours has no line"
