@@ -37,7 +37,7 @@ from adaserve.loadgen.results import (
     write_summary,
 )
 from adaserve.loadgen.schedule import Schedule, build_schedule, plan_figures
-from adaserve.slo.metrics import INTERRUPTED
+from adaserve.slo.metrics import INTERRUPTED, percent
 
 _FILE = Path(__file__).with_name("locustfile.py")
 _LOCUST = (sys.executable, "-m", "adaserve.lifetime", "locust", "-f", str(_FILE))
@@ -199,7 +199,7 @@ def _read_progress(out: Path) -> dict[str, Any] | None:
 
 def _note(data: Mapping[str, Any]) -> str:
     rows = [r for r in data["by_class"] if r["attainment"] is not None and r["name"] != "all"]
-    return "  ".join(f"{r['name']} {100 * r['attainment']:.0f}%" for r in rows)
+    return "  ".join(f"{r['name']} {percent(r['attainment'], 0)}%" for r in rows)
 
 
 def _summary(out: Path, config: BenchConfig, schedule: Schedule, why_not: str) -> dict[str, Any] | None:
@@ -265,7 +265,7 @@ def class_cells(c: Mapping[str, Any]) -> list[str]:
         show(c["mean_tpot_ms"]),
         show(c["p99_tpot_ms"]),
         show(c["median_ttft_ms"], 0),
-        "-" if c["slo_attainment"] is None else show(100 * c["slo_attainment"]),
+        "-" if c["slo_attainment"] is None else percent(c["slo_attainment"]),
         show(c["token_goodput"]),
         show(c["accept_length"], 2),
     ]

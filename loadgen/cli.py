@@ -194,7 +194,7 @@ def check_attainment(summary: Mapping[str, Any], limit: float | None) -> None:
     """Ends the command with exit code 3 when attainment is below ``limit``."""
     attainment = summary["slo_attainment"] or 0.0
     if limit is not None and attainment < limit:
-        print(f"attainment {attainment:.3f} is below {limit:g}", file=sys.stderr)
+        print(f"attainment {attainment:g} is below {limit:g}", file=sys.stderr)
         raise typer.Exit(NO)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,13 @@ def bars(
     ax: Any,
     names: Sequence[str],
     series: Mapping[str, Sequence[tuple[float, float]]],
-    text: str,
+    text: str | Callable[[float], str],
     colors: Mapping[str, str] | None = None,
 ) -> None:
     """Groups of bars, one group per name and one bar per series: (height, half the error bar; NaN = none).
 
-    ``text``: format of the number on each bar. ``colors``: of the series that have one of their own."""
+    ``text``: the number on each bar, as a format or a function. ``colors``: of the series that have one of
+    their own."""
     own = colors or {}
     width = 0.85 / max(1, len(series))
     for k, (label, values) in enumerate(series.items()):

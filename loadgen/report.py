@@ -15,7 +15,7 @@ from adaserve.loadgen import figures
 from adaserve.loadgen.agreement import agreement_rows, flip_rows
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.run_folder import FloatArray, Run, value_or
-from adaserve.slo.metrics import attainment_stderr
+from adaserve.slo.metrics import attainment_stderr, percent
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _attainment(groups: Sequence[Group], names: Sequence[str]) -> Chart:
     figure, (ax,) = figures.panels(width=7.2)
     shares = {k: [(100 * v, 100 * e) for v, e in row] for k, row in
               _series(groups, [*names, None], "slo_attainment").items()}  # fmt: skip
-    figures.bars(ax, [*names, "all"], shares, "%.1f%%")
+    figures.bars(ax, [*names, "all"], shares, lambda v: f"{percent(v / 100)}%")
     for i, name in enumerate(names):
         if name in targets:
             ax.hlines(100 * targets[name], i - 0.45, i + 0.45, linestyles="dashed", linewidth=1)
@@ -226,6 +226,7 @@ def _page(runs: Sequence[Run], groups: Sequence[Group], charts: Sequence[Chart])
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     page: str = environment.get_template("report.html.j2").render(
         groups=groups,
+        percent=percent,
         names=class_names(groups),
         having=lambda name: [g for g in groups if any(g.parts(name))],
         charts=[{"title": c.title, "note": c.note, "svg": figures.svg(c.figure)} for c in charts],

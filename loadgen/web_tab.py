@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from flask import Response, request
 
+from adaserve.slo.metrics import percent
+
 if TYPE_CHECKING:
     from locust.env import Environment
 
@@ -74,6 +76,6 @@ def display_row(row: dict[str, Any]) -> dict[str, Any]:
         "mean_tpot": ms("mean_tpot_ms"),
         "p99_tpot": ms("p99_tpot_ms"),
         "ttft": ms("p50_ttft_ms"),
-        "attainment": "" if row["attainment"] is None else f"{100 * row['attainment']:.1f}",
+        "attainment": "" if row["attainment"] is None else percent(row["attainment"]),
         "tokens": row["good_tokens"],
     }

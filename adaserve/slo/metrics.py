@@ -241,6 +241,13 @@ def _per(count: float, total: float) -> float | None:
     return round(count / total, 6) if total > 0 else None
 
 
+def percent(share: float, digits: int = 1) -> str:
+    """A share in percent, without the sign. Only all is 100: what would be rounded to it gets more digits."""
+    while share < 1 and round(100 * share, digits) >= 100 and digits < 9:
+        digits += 1
+    return f"{100 * share:.{digits}f}"
+
+
 def attainment_stderr(met: int, n: int) -> float | None:
     """Standard error of an attainment, from the Wilson interval: not 0 when all or none were met."""
     if n == 0:

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from adaserve.loadgen.bench import class_cells
 from adaserve.loadgen.report import build_charts, group_runs, write_report
 from adaserve.loadgen.run_folder import Run, read_run
-from adaserve.slo.metrics import RequestRecord
+from adaserve.loadgen.web_tab import display_row
+from adaserve.slo.metrics import RequestRecord, percent
 
 
 def record(number: int, slo_class: str = "coding", **values: Any) -> RequestRecord:
@@ -91,3 +93,19 @@ def test_a_timeline_shows_classes_whose_requests_lie_far_apart(tmp_path: Path) -
     (line,) = [x for x in chart.figure.axes[0].lines if x.get_label() == "rare attainment"]
     assert np.isfinite(line.get_ydata()).sum() == 3
     assert line.get_marker() == ".", "a point without neighbours has no line"
+
+
+def test_only_all_is_100_percent(tmp_path: Path) -> None:
+    assert [percent(v) for v in (0.0, 0.5, 0.97, 0.99949, 1.0)] == ["0.0", "50.0", "97.0", "99.9", "100.0"]
+    assert [percent(v, 0) for v in (0.5, 0.994, 0.996, 1.0)] == ["50", "99", "99.6", "100"]
+    late = record(0)
+    late.last_token_s = 9.0
+    late.judge()
+    run = read_run(folder(tmp_path / "run", [late, *(record(k) for k in range(1, 2500))]))
+    page = page_of([run], tmp_path)
+    (row, _) = rows(page)
+    assert (row[1].split()[0], row[2], row[3]) == ("99.96%", "99.96%", "100.0%")
+    assert page.count(">99.96%</text>") == 2, "the bars of the class and of all"
+    assert class_cells(run.summary)[5] == "99.96"
+    live = {"name": "all", "requests": 2500, "failed": 0, "attainment": 0.9996, "good_tokens": 0}
+    assert display_row(live)["attainment"] == "99.96"
