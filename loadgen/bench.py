@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -176,7 +177,7 @@ def _show_progress(process: subprocess.Popen[bytes], out: Path, schedule: Schedu
         BarColumn(),
         TextColumn("{task.completed:.0f}/{task.total:.0f} requests"),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     # Elsewhere than on a terminal it would only be an empty line.
     shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -239,7 +240,7 @@ def class_table(summary: Mapping[str, Any]) -> Table:
     for head in COLUMNS:
         table.add_column(head, justify="right", no_wrap=True)
     for name, c in summary["by_class"].items():
-        table.add_row(name, *class_cells(c))
+        table.add_row(escape(name), *class_cells(c))
     table.add_section()
     table.add_row("all", *class_cells(summary), style="bold")
     return table

@@ -171,7 +171,7 @@ def report(
     read = [_read(text) for text in runs]
     folder = out or read[0].folder
     path = write_report(read, folder, png)
-    Console(stderr=True).print(f"report: {path}", soft_wrap=True)
+    Console(stderr=True).print(f"report: {path}", soft_wrap=True, markup=False)
     for run in read:
         check_attainment(run.summary, fail_under_attainment)
 
@@ -215,4 +215,5 @@ def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -
         console.print(f"[yellow]this run is not valid: {escape(reason)}[/yellow]")
     for error, count in list(summary["errors"].items())[:3]:
         console.print(f"[red]{count} x {escape(error)}[/red]")
-    console.print(f"results: {folder}, page: {folder / 'report.html'}", soft_wrap=True)
+    said = f"results: {folder}, page: {folder / 'report.html'}"
+    console.print(said, soft_wrap=True, markup=False)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+from rich.console import Console
 
-from adaserve.loadgen.bench import class_cells
+from adaserve.loadgen import bench
+from adaserve.loadgen.bench import class_cells, class_table
 from adaserve.loadgen.report import build_charts, group_runs, write_report
 from adaserve.loadgen.run_folder import Run, read_run
 from adaserve.loadgen.web_tab import display_row
@@ -109,3 +114,19 @@ def test_only_all_is_100_percent(tmp_path: Path) -> None:
     assert class_cells(run.summary)[5] == "99.96"
     live = {"name": "all", "requests": 2500, "failed": 0, "attainment": 0.9996, "good_tokens": 0}
     assert display_row(live)["attainment"] == "99.96"
+
+
+@pytest.mark.parametrize("name", ["team[/x]", "chat [urgent]"])
+def test_classes_of_a_trace_are_no_markup(name: str, tmp_path: Path) -> None:
+    run = read_run(folder(tmp_path / "run", [record(0, name)]))
+    terminal = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with terminal.capture() as table:
+        terminal.print(class_table(run.summary))
+    assert name in table.get()
+    shown = {"finished": 1, "by_class": [{"name": name, "attainment": 1.0}]}
+    (tmp_path / "progress.json").write_text(json.dumps(shown))
+    planned: Any = [record(0)]
+    polls = iter([None, 0])
+    process: Any = SimpleNamespace(poll=lambda: next(polls))
+    bench._show_progress(process, tmp_path, planned, terminal)
+    assert name in terminal.file.getvalue()  # type: ignore[attr-defined]
