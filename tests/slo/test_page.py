@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import socket
@@ -220,6 +221,64 @@ def test_an_idle_server_and_a_lost_one(serve: Any) -> None:
         page.wait("return document.body.innerText.includes('No requests so far')")
         site.states = [{}]
         page.wait("return document.body.innerText.includes('showing the last figures')")
+
+
+@needs_browser
+def test_a_server_that_answers_no_more_is_not_live(serve: Any) -> None:
+    site = Site([made_up(20).state()])
+    stopped = threading.Event()
+
+    @site.app.middleware("http")
+    async def stall(request: Request, call_next: Any) -> Any:
+        while stopped.is_set():
+            await asyncio.sleep(0.1)
+        return await call_next(request)
+
+    with browser(1000, 800) as page:
+        page.open(serve(site))
+        page.wait(DRAWN_WITH_LEARNING)
+        stopped.set()
+        try:
+            page.wait("return document.body.innerText.includes('no answer from the server; showing')", 60)
+        finally:
+            stopped.clear()
+        page.wait("return document.getElementById('state').textContent === 'live'", 60)
+
+
+@needs_browser
+def test_a_key_that_no_header_can_hold_is_refused(serve: Any) -> None:
+    with browser(1000, 800) as page:
+        page.open(serve(Site([made_up(20).state()], key="s3cret")))
+        page.wait("return document.querySelector('form')")
+        page.run(
+            "document.querySelector('input').value = '5€'; document.querySelector('form').requestSubmit()"
+        )
+        page.wait("return document.body.innerText.includes('This key was refused')")
+
+
+@needs_browser
+def test_a_key_that_is_given_twice_does_not_double_the_polls(serve: Any) -> None:
+    site = Site([made_up(20).state()], key="s3cret")
+    polls = [0]
+
+    @site.app.middleware("http")
+    async def slow(request: Request, call_next: Any) -> Any:
+        if "authorization" in request.headers:
+            polls[0] += 1
+            await asyncio.sleep(0.3)
+        return await call_next(request)
+
+    with browser(1000, 800) as page:
+        page.open(serve(site))
+        page.wait("return document.querySelector('form')")
+        page.run("document.querySelector('input').value = 's3cret'")
+        page.run(
+            "const form = document.querySelector('form'); for (let k = 0; k < 4; k++) form.requestSubmit()"
+        )
+        page.wait(DRAWN_WITH_LEARNING)
+        first = polls[0]
+        page.wait("return (window.polled = window.polled || Date.now()) && Date.now() - window.polled > 9000")
+    assert 1 <= polls[0] - first <= 5, "one every two seconds"
 
 
 @needs_browser
