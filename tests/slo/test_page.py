@@ -282,6 +282,27 @@ def test_a_key_that_is_given_twice_does_not_double_the_polls(serve: Any) -> None
 
 
 @needs_browser
+def test_a_single_point_is_seen_on_an_axis_of_a_minute(serve: Any) -> None:
+    now = [time.time()]
+    stats = SLOStats(SLOConfig(), None, lambda: now[0])
+    stats.finish(FinishedRequest(SLO("chat", 0.05), 0.2, 0.01, 40))
+    scores = {"chat": DraftScores(12, 1.5, 1.3)}
+    stats.learned(DraftLearning("running", [Judged(now[0], 1.4, 1.4, 1.2, "better", scores)]))
+    now[0] += 2.0
+    with browser(1000, 800) as page:
+        page.open(serve(Site([stats.state()])))
+        page.wait(DRAWN_WITH_LEARNING)
+        axes = page.run(
+            "const axis = name => plots[name].plot.scales.x;"
+            "return ['attainment', 'budget', 'learning'].map(axis).map(x => x.max - x.min)"
+        )
+        assert axes == [60, 60, 60]
+        shown = "const p = plots[arguments[0]].plot; return p.series[1].points.show(p, 1)"
+        assert page.run(shown, "attainment") and page.run(shown, "learning")
+        assert not page.run(shown, "budget")
+
+
+@needs_browser
 def test_theme_button(serve: Any) -> None:
     with browser(1000, 800, dark=False) as page:
         page.open(serve(Site([made_up(20).state()])))
