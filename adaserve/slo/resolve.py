@@ -309,14 +309,15 @@ def _by_name(headers: Headers) -> dict[str, list[str]]:
 def _tenants(sent: Mapping[str, list[str]]) -> list[str]:
     """Whoever the API keys name, the first one being the tenant: a gateway may add its own to the client's.
     The same for requests with the same keys; does not reveal them."""
-    # Without the scheme, whose spelling the client may choose.
-    keys = [
-        value.partition(" ")[2].strip() or value
-        for name in HEADER_KEYS
-        for value in sent.get(name, [])
-        if value
-    ]
+    keys = [_key(name, value) for name in HEADER_KEYS for value in sent.get(name, []) if value]
     return [sha256(key.encode()).hexdigest()[:16] for key in keys] or [ANONYMOUS]
+
+
+def _key(name: str, value: str) -> str:
+    """Without the scheme, whose spelling the client may choose. `x-api-key` needs none, so that another
+    first word there is the key's own."""
+    scheme, _, rest = value.partition(" ")
+    return rest.strip() or value if name == "authorization" or scheme.lower() == "bearer" else value
 
 
 def _in_body(params: Mapping[str, Any], nvext: Any, limits: SLOLimits) -> _Wish:

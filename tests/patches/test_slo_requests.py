@@ -142,6 +142,7 @@ def test_tenants_are_told_apart_and_their_keys_not_told() -> None:
     assert tenant() == "anonymous" and "secret" not in mine
     assert mine == tenant(authorization="bearer secret-1") == tenant(x_api_key="secret-1")
     assert mine != tenant(authorization="Bearer secret-2")
+    assert tenant(x_api_key="Bearer secret-1") == mine != tenant(x_api_key="other secret-1")
 
 
 @pytest.mark.parametrize(("body", "priority"), [({"priority": 2}, 2), ({"priority": 0}, 0), ({}, 3)])
