@@ -2,11 +2,17 @@
 
 Why: SGLang keeps every response of ``/v1/responses`` with its whole conversation, for ever. Whoever may send
 requests could fill the host's memory with them.
+
+SGLang reads the conversation that a response goes on with once more when the answer is there. By then it may
+have been dropped for those of others, and the client would get an error in place of the answer. So a request
+keeps what it has read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -16,6 +22,9 @@ from adaserve.patches.boundary import applies
 
 MOST_CHARACTERS = 1 << 26
 """Of all responses that are kept, and as many of their conversations; for each HTTP process."""
+
+_read: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("adaserve_read", default=None)
+"""The request at hand and its conversation, for all tasks that serve it."""
 
 
 class Kept(dict[str, Any]):
@@ -59,6 +68,7 @@ class Kept(dict[str, Any]):
 def register() -> None:
     responses = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
     hook(f"{responses}.__init__", _bound, HookType.AFTER)
+    hook(f"{responses}._response_input_history", _as_read_first, HookType.AROUND)
 
 
 def _bound(_: None, self: Any, *__: Any, **___: Any) -> None:
@@ -67,3 +77,13 @@ def _bound(_: None, self: Any, *__: Any, **___: Any) -> None:
     responses, messages = Kept(), Kept()
     responses.twin, messages.twin = messages, responses
     self.response_store, self.msg_store = responses, messages
+
+
+def _as_read_first(original: Callable[..., list[Any]], self: Any, request: Any) -> list[Any]:
+    if not applies(self.tokenizer_manager.server_args):
+        return original(self, request)
+    known = _read.get()
+    if known is None or known[0] is not request:
+        known = request, original(self, request)
+        _read.set(known)
+    return list(known[1])

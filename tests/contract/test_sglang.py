@@ -185,6 +185,7 @@ TARGETS = {
     f"{OPENAI}.serving_responses.OpenAIServingResponses._make_request": ["self", "request"],
     f"{OPENAI}.serving_responses.OpenAIServingResponses.responses_full_generator": ["self", "request"],
     f"{OPENAI}.serving_responses.OpenAIServingResponses.__init__": ["self"],
+    f"{OPENAI}.serving_responses.OpenAIServingResponses._response_input_history": ["self", "request"],
     "sglang.srt.observability.http_request_metrics._get_fastapi_request_path": ["request"],
     f"{MANAGERS}.tokenizer_manager._slice_streaming_output_meta_info": ["meta_info", "last_output_offset"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.collect_metrics": ["self", "state"],

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import asyncio
+from contextvars import copy_context
+from types import MethodType, SimpleNamespace
+from typing import Any
 
 import pytest
+from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
+from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 
 from adaserve.patches import response_store
 
@@ -43,3 +48,49 @@ def test_storing_again_takes_no_more_room(monkeypatch: pytest.MonkeyPatch) -> No
     assert kept == {"resp_0": "completed", "resp_1": "r" * 900}
     kept["resp_2"] = "r" * 5000
     assert list(kept) == ["resp_2"], "the newest is kept in any case"
+
+
+def with_history(algorithm: str) -> Any:
+    """SGLang's, of which only the hooked method is called."""
+    made = OpenAIServingResponses.__new__(OpenAIServingResponses)
+    made.tokenizer_manager = served_by(algorithm).tokenizer_manager
+    made.response_store, made.msg_store = {}, {}
+    response_store._bound(None, made)
+
+    def hooked(self: Any, request: Any) -> Any:
+        return response_store._as_read_first(OpenAIServingResponses._response_input_history, self, request)
+
+    made._response_input_history = MethodType(hooked, made)
+    return made
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_conversation_that_is_dropped_meanwhile_goes_on(
+    elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``elsewhere``: the answer is made in another task, as a stream or in the background."""
+    monkeypatch.setattr(response_store, "MOST_CHARACTERS", 1000)
+    serving = with_history("ADASERVE")
+    serving.msg_store["resp_0"], serving.response_store["resp_0"] = ["hello"], "r"
+    turn = ResponsesRequest(input=[{"role": "user", "content": "more"}], previous_response_id="resp_0")
+
+    async def answered() -> list[Any]:
+        serving._response_input_history(turn).append("not of the conversation")
+        serving.msg_store["resp_1"] = ["m" * 2000]
+        assert "resp_0" not in serving.msg_store
+
+        async def at_the_end() -> list[Any]:
+            history: list[Any] = serving._response_input_history(turn)
+            return history
+
+        return await (asyncio.create_task(at_the_end()) if elsewhere else at_the_end())
+
+    assert asyncio.run(answered()) == ["hello", {"role": "user", "content": "more"}]
+
+
+def test_each_request_has_its_own_conversation() -> None:
+    """Requests that a client sends without waiting for answers can share a context."""
+    for algorithm in ("ADASERVE", "EAGLE"):
+        history = with_history(algorithm)._response_input_history
+        said = copy_context().run(lambda read: [read(ResponsesRequest(input=text)) for text in "ab"], history)
+        assert said == [[{"role": "user", "content": text}] for text in "ab"]
