@@ -266,11 +266,13 @@ async def native_response(original: Callable[..., Awaitable[Any]], obj: Any, req
         return await original(obj, request)
     if envs.SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES.get():
         apply_header_overrides(obj, request.headers)  # SGLang does so later, when the stream has begun
-    _repeats.set(not manager.incremental_streaming_output)
+    repeats = _repeats.set(not manager.incremental_streaming_output)
     try:
         await start(manager, obj, request)
     except ValueError as error:
         return refusal(str(error))
+    finally:
+        _repeats.reset(repeats)  # the next request on this connection may inherit what this one has set
     return await original(obj, request)
 
 

@@ -23,6 +23,7 @@ from adaserve.patches.boundary import (
     _ollama_options,
     _ollama_stream,
     _openai_stream,
+    _repeats,
     native_response,
 )
 
@@ -51,6 +52,37 @@ def test_headers_that_override_fields_are_read_first(monkeypatch: pytest.MonkeyP
     obj = GenerateReqInput(text="a", rid="own", stream=True)
     assert asyncio.run(native_response(original, obj, request)) == "streamed"
     assert started == [("routed", 7)]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_next_request_of_a_connection_is_not_taken_for_such_a_stream(
+    refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it was sent before the answer to this one, uvicorn begins it in the context of this one."""
+    during: list[bool] = []
+
+    async def generate(*_: Any) -> Any:
+        during.append(_repeats.get())
+        if refused:
+            raise RequestError("refused")
+        yield {"text": "a", "meta_info": {"finish_reason": None}}
+
+    async def original(*_: Any) -> str:
+        return "streamed"
+
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
+        incremental_streaming_output=False,
+        generate_request=generate,
+    )
+    monkeypatch.setattr(http_server, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
+    request = Request({"type": "http", "path": "/generate", "headers": [], "state": {}})
+
+    async def pipelined() -> bool:
+        await native_response(original, GenerateReqInput(text="a", stream=True), request)
+        return _repeats.get()
+
+    assert (asyncio.run(pipelined()), during) == (False, [True])
 
 
 @pytest.mark.parametrize(("status", "message"), [(400, "the grammar is wrong"), (503, "the queue is full")])
