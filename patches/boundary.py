@@ -433,7 +433,7 @@ async def _responses_status(
         status = error.status_code
         answer = self.create_error_response(error.detail, err_type=str(status), status_code=status)
     kept = self.response_store.get(request.request_id) if request.background and not request.stream else None
-    if kept is not None and isinstance(answer, JSONResponse):
+    if kept is not None and kept.status != "cancelled" and isinstance(answer, JSONResponse):
         why = json.loads(bytes(answer.body))["error"]
         kept.error = {"code": str(why["code"]), "message": why["message"]}
     return answer

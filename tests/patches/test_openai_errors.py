@@ -89,6 +89,35 @@ def test_a_response_that_failed_in_the_background_says_why() -> None:
     assert kept.status == "failed" and kept.error == {"code": "400", "message": "too long"}
 
 
+def test_a_response_that_its_client_cancelled_has_no_error() -> None:
+    """SGLang ends its task by what it takes for a client that has gone, and says so."""
+    made, request = serving("ADASERVE"), ResponsesRequest(input="a", background=True)
+    made.tokenizer_manager.abort_request = lambda rid: None
+    made.enable_response_store = True
+    kept = SimpleNamespace(status="queued", error=None)
+    made.response_store, made.response_store_lock = {request.request_id: kept}, asyncio.Lock()
+
+    async def full(*args: Any, **more: Any) -> Any:
+        return await _responses_status(OpenAIServingResponses.responses_full_generator, made, *args, **more)
+
+    async def waits(started: asyncio.Event) -> Any:
+        started.set()
+        await asyncio.Event().wait()
+        yield
+
+    async def cancelled() -> Any:
+        started = asyncio.Event()
+        unused: Any = (None, waits(started), None, "m", None, None)
+        runs = asyncio.create_task(made._run_background_request(request, *unused, require_reasoning=False))
+        made.background_tasks = {request.request_id: runs}
+        await started.wait()
+        return await made.cancel_responses(request.request_id)
+
+    made.responses_full_generator = full
+    assert asyncio.run(cancelled()) is kept
+    assert (kept.status, kept.error) == ("cancelled", None)
+
+
 def test_a_response_in_the_background_is_checked_while_it_has_a_status(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
