@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.boundary import RequestError
 from adaserve.patches import hook
 from adaserve.patches.boundary import applies
 
@@ -37,10 +38,15 @@ class Kept(dict[str, Any]):
         self._held = 0
 
     def __setitem__(self, key: str, value: Any) -> None:
+        """Raises RequestError for what cannot be measured."""
+        try:
+            size = len(repr(value))
+        except RecursionError as error:
+            raise RequestError("input is nested too deeply to be kept: send it with store=false") from error
         self.pop(key, None)
         super().__setitem__(key, value)
-        self._sizes[key] = len(repr(value))
-        self._held += self._sizes[key]
+        self._sizes[key] = size
+        self._held += size
         while self._held > MOST_CHARACTERS and len(self) > 1:
             oldest = next(iter(self))
             self.pop(oldest)

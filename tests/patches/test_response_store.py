@@ -7,10 +7,12 @@ from contextvars import copy_context
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 
+from adaserve.boundary import RequestError
 from adaserve.patches import response_store
 
 
@@ -48,6 +50,15 @@ def test_storing_again_takes_no_more_room(monkeypatch: pytest.MonkeyPatch) -> No
     assert kept == {"resp_0": "completed", "resp_1": "r" * 900}
     kept["resp_2"] = "r" * 5000
     assert list(kept) == ["resp_2"], "the newest is kept in any case"
+
+
+def test_what_is_nested_too_deeply_to_be_measured_is_refused() -> None:
+    """orjson reads 1024 levels, and Python writes fewer. SGLang would keep it."""
+    kept = response_store.Kept()
+    with pytest.raises(RequestError, match="nested too deeply to be kept: send it with store=false"):
+        kept["resp_0"] = [orjson.loads("[" * 1020 + "]" * 1020)]
+    kept["resp_0"] = ["a"]
+    assert kept == {"resp_0": ["a"]}
 
 
 def with_history(algorithm: str) -> Any:
