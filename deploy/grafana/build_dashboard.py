@@ -320,7 +320,8 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                 },
                 unit="percentunit",
                 high=1,
-                text="Share of requests of which the TPOT that was predicted at their arrival is within 15% of what was delivered.",
+                text="Share of requests of which the TPOT that was predicted at their arrival is within 15% "
+                "of what was delivered.",
             ),
             panel(
                 "Requests through routers",
