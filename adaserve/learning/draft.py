@@ -77,11 +77,17 @@ class DraftCopy:
         for row, record in enumerate(records):
             end = record.start + len(record)
             tokens[row, :end] = torch.from_numpy(record.tokens[:end].astype("int64"))
-        # Rows are padded behind their ends, which a causal model does not see: no mask is needed.
-        hidden = self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
-        head = self.model.get_output_embeddings()
-        spans = [hidden[row, r.start : r.start + len(r)] for row, r in enumerate(records)]
-        return list(head(torch.cat(spans)).split([len(r) for r in records]))
+
+        def of_records(_: nn.Module, hidden: tuple[Tensor]) -> Tensor:
+            spans = [hidden[0][row, r.start : r.start + len(r)] for row, r in enumerate(records)]
+            return torch.cat(spans)[None]
+
+        # The model's own forward, since some scale or bound what their output matrix gives; but that takes
+        # long, so only for the records' positions. Rows are padded behind their ends, which a causal model
+        # does not see: no mask is needed.
+        with self.model.get_output_embeddings().register_forward_pre_hook(of_records):
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return list(logits[0].split([len(r) for r in records]))
 
     def unrolled(self, records: Sequence[Record]) -> list[list[Tensor]]:
         """``logits`` of every step that is trained: of one, since a model reads tokens and no guesses."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from adaserve.learning.draft import DraftCopy, checked, to_bytes
 from adaserve.learning.losses import LOSSES
@@ -177,6 +178,23 @@ def test_padding_does_not_change_what_a_draft_says(target: tuple[torch.nn.Module
     with torch.no_grad():
         together, alone = draft.logits([records[0], cut, records[2]])[1], draft.logits([cut])[0]
     assert torch.allclose(together, alone, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["granite", "cohere", "gemma2"])
+def test_a_draft_says_what_its_model_says_also_where_that_scales_its_logits(
+    kind: str, tmp_path: Path
+) -> None:
+    own = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.0625}}
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    sizes = shape | heads | own.get(kind, {"final_logit_softcapping": 0.2})
+    config = AutoConfig.for_model(kind, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    draft, records = DraftCopy(str(tmp_path)), [record(vocab=64), record(2, 5, 64, seed=1)]
+    with torch.no_grad():
+        for r, said in zip(records, draft.logits(records), strict=True):
+            every = draft.model(input_ids=torch.from_numpy(r.tokens.astype("int64"))[None]).logits[0]
+            assert torch.allclose(said, every[r.start : r.start + len(r)], atol=1e-6)
 
 
 def test_verdicts() -> None:
