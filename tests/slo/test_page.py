@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from adaserve.slo.classes import SLO, SLOConfig
+from adaserve.slo.classes import SLO, SLOClass, SLOConfig
 from adaserve.slo.events import DraftLearning, DraftScores, FinishedRequest, IterationSample, Judged
 from adaserve.slo.page import mount, page_html
 from adaserve.slo.snapshot import build_snapshot
@@ -300,6 +300,24 @@ def test_a_single_point_is_seen_on_an_axis_of_a_minute(serve: Any) -> None:
         shown = "const p = plots[arguments[0]].plot; return p.series[1].points.show(p, 1)"
         assert page.run(shown, "attainment") and page.run(shown, "learning")
         assert not page.run(shown, "budget")
+
+
+@needs_browser
+def test_figures_are_not_rounded_to_something_else(serve: Any) -> None:
+    strict = SLOConfig(classes={"chat": SLOClass(name="chat", tpot_ms=50.0, target=0.9999)})
+    stats = SLOStats(strict, None)
+    for k in range(2500):
+        stats.finish(FinishedRequest(SLO("chat", 0.05), 0.2, 0.01 if k else 0.06, 1, iterations=1))
+    with browser(1000, 800) as page:
+        page.open(serve(Site([stats.state()])))
+        page.wait(DRAWN)
+        card = page.run("return document.querySelector('article').innerText")
+        assert "99.96%" in card and "99.99% target" in card and "below target" in card
+        assert page.run("return [0, 0.5, 0.994, 0.9996, 1].map(v => percent(v, 0))") == [
+            "0%", "50%", "99%", "99.96%", "100%",
+        ]  # fmt: skip
+        ticks = "const p = plots.budget.plot; return p.axes[1].values(p, [0, 0.25, 0.5, 0.75, 1])"
+        assert page.run(ticks) == ["0", "0.25", "0.5", "0.75", "1"]
 
 
 @needs_browser
