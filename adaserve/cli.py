@@ -6,6 +6,7 @@ small commands must not wait for PyTorch.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -295,6 +296,9 @@ def main() -> None:
     without_proxy(os.environ)
     # What lies in the folder where a command is called, a queue.py say, is no module of its servers.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    # A mark in place of what the terminal's encoding lacks: no result is lost for a name in another script.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -322,6 +322,22 @@ def test_help_is_whole_on_a_narrow_terminal() -> None:
         assert "Usage" in shown and "…" not in shown, shown
 
 
+@pytest.mark.parametrize(("encoding", "shown"), [("latin-1", "?? 1"), ("utf-8", "助手 1")])
+def test_a_terminal_of_another_encoding_ends_no_command(encoding: str, shown: str, tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 5, "output_length": 5, "slo_class": "助手", "slo_tpot_ms": 40}
+    (tmp_path / "trace.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["bench", "serve", "--plan-only", "--trace", str(tmp_path / "trace.jsonl"), "--baseline-ms", "20"]
+    done = subprocess.run(
+        [sys.executable, "-m", "adaserve", *words],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        encoding=encoding,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"1 requests in 0.0 s: {shown}" in done.stdout
+
+
 def test_a_verdict_and_a_result_that_does_not_count_have_codes_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
