@@ -230,8 +230,9 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                 "Requests",
                 "timeseries",
                 {
-                    "running": 'sum(sglang:num_running_reqs{instance=~"$instance"})',
-                    "queued": 'sum(sglang:num_queue_reqs{instance=~"$instance"})',
+                    # With priorities SGLang has series of each beside this one of all.
+                    "running": 'sum(sglang:num_running_reqs{instance=~"$instance", priority=""})',
+                    "queued": 'sum(sglang:num_queue_reqs{instance=~"$instance", priority=""})',
                 },
                 text="Requests that decode, and requests that wait for their prefill.",
             ),

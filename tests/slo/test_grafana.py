@@ -34,8 +34,11 @@ from adaserve.slo.stats import SLOStats
 from adaserve.slo.classes import SLO, SLOConfig
 registry = CollectorRegistry()
 stats = SLOStats(SLOConfig(), ServerMetrics("m", registry))
-for name in ("num_running_reqs", "num_queue_reqs", "token_usage"):
-    Gauge("sglang:" + name, name, registry=registry).set(0.5)
+for name in ("num_running_reqs", "num_queue_reqs"):
+    gauge = Gauge("sglang:" + name, name, ["priority"], registry=registry)
+    for priority, count in (("", 3), ("1", 2), ("2", 1)):  # as with --enable-priority-scheduling
+        gauge.labels(priority).set(count)
+Gauge("sglang:token_usage", "share", registry=registry).set(0.5)
 server, _ = start_http_server(0, "127.0.0.1", registry)
 print(server.server_port, flush=True)
 rng = random.Random(1)
@@ -230,6 +233,12 @@ def test_every_query_has_a_result(prometheus: str, panel: str, query: str) -> No
     result = ask(prometheus, query)
     assert result, f"{panel}: nothing for {query}"
     assert all(r["value"][1] != "NaN" for r in result)
+
+
+@needs_prometheus
+def test_requests_are_counted_once_whatever_their_priority(prometheus: str) -> None:
+    found = [ask(prometheus, query) for panel, query in queries() if panel == "Requests"]
+    assert [float(result[0]["value"][1]) for result in found] == [3.0, 3.0]
 
 
 @needs_prometheus
