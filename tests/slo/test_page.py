@@ -321,6 +321,19 @@ def test_figures_are_not_rounded_to_something_else(serve: Any) -> None:
 
 
 @needs_browser
+def test_requests_that_state_their_own_slos_are_not_shown_with_that_of_the_last_one(serve: Any) -> None:
+    stats = SLOStats(SLOConfig())
+    for slo_s, tpot_s in ((0.2, 0.15), (0.02, 0.01)):
+        stats.finish(FinishedRequest(SLO("custom", slo_s), 0.2, tpot_s, 40))
+    with browser(1000, 800) as page:
+        page.open(serve(Site([stats.state()])))
+        page.wait(DRAWN)
+        card = page.run("return document.querySelector('article').innerText")
+        assert "20.0 ms" not in card and "own" in card
+        assert page.run("return document.querySelectorAll('article .over').length") == 0, "both were in time"
+
+
+@needs_browser
 def test_theme_button(serve: Any) -> None:
     with browser(1000, 800, dark=False) as page:
         page.open(serve(Site([made_up(20).state()])))
