@@ -82,11 +82,14 @@ def call(url: str, data: Any = None, method: str | None = None) -> Any:
 
 
 @contextlib.contextmanager
-def browser(width: int, height: int, dark: bool = False, scale: float = 1.0) -> Iterator[Browser]:
-    """A window of that size in CSS pixels; narrow ones are phones."""
+def browser(
+    width: int, height: int, dark: bool = False, scale: float = 1.0, keeps_data: bool = True
+) -> Iterator[Browser]:
+    """A window of that size in CSS pixels; narrow ones are phones. ``keeps_data``: cookies and the like."""
     with tempfile.TemporaryDirectory() as profile, _driver() as base:
         options: dict[str, Any] = {
             "binary": CHROMIUM,
+            "prefs": {"profile.default_content_setting_values.cookies": 1 if keeps_data else 2},
             "args": [*_ARGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"],
         }
         wanted = {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}

@@ -334,6 +334,19 @@ def test_requests_that_state_their_own_slos_are_not_shown_with_that_of_the_last_
 
 
 @needs_browser
+def test_a_browser_that_keeps_no_data_shows_the_page(serve: Any) -> None:
+    with browser(1000, 800, keeps_data=False) as page:
+        page.open(serve(Site([made_up(20).state()], key="s3cret")))
+        page.wait("return document.querySelector('form')")
+        page.run(
+            "document.querySelector('input').value = 's3cret'; document.querySelector('form button').click()"
+        )
+        page.wait(DRAWN_WITH_LEARNING)
+        page.run("document.getElementById('theme').click()")
+        assert page.run("return document.documentElement.dataset.theme") == "dark"
+
+
+@needs_browser
 def test_theme_button(serve: Any) -> None:
     with browser(1000, 800, dark=False) as page:
         page.open(serve(Site([made_up(20).state()])))
