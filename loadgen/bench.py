@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -106,7 +107,11 @@ def _command(out: Path, processes: int) -> list[str]:
     command = [*_LOCUST, "--headless", "--only-summary", "--skip-log-setup"]
     command += ["--bench-config", str(out / "config.yaml"), "--results", str(out), "--bench-checked"]
     if processes > 1:
-        command += ["--processes", str(processes)]
+        # Not at Locust's usual port, of which a host has one, and out of other machines' reach.
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        command += ["--processes", str(processes), "--master-bind-host", "127.0.0.1"]
+        command += ["--master-bind-port", port, "--master-port", port]
     return command
 
 

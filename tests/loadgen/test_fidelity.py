@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -185,6 +188,16 @@ def test_dispatch_lag_at_200_per_second(tmp_path: Path) -> None:
     assert lags[int(0.99 * len(lags))] < 0.010
 
 
+@pytest.fixture
+def no_usual_port() -> Iterator[None]:
+    """Somebody listens where Locust's processes usually meet, as another run does."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # then somebody does already
+            stack.enter_context(socket.create_server(("", 5557)))
+        yield
+
+
+@pytest.mark.usefixtures("no_usual_port")
 def test_distributed_runs_send_the_same_schedule(tmp_path: Path) -> None:
     with running_fake(token_ms=5) as fake:
         alone = load(fake, tmp_path / "one", 20, 2, 20)
