@@ -1,5 +1,5 @@
 """Files that are whole: who reads one, or goes on with it after a kill, finds the old one or the new one. And
-the lines of files with JSON."""
+what files with JSON can hold."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def json_lines(text: str) -> list[str]:
     """The lines of a file with a JSON object on each. ``str.splitlines`` would cut at U+2028, U+0085 and
     others as well, which JSON lets stand within a text."""
     return text.replace("\r\n", "\n").split("\n")
+
+
+def not_utf8(text: str) -> str | None:
+    """The first character that no file can hold in UTF-8: half a surrogate pair, which JSON can write. None
+    without one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -38,7 +38,7 @@ _DRAIN_S = 60.0
 _PORTS = range(10_000, 22_000)
 """Below those that SGLang takes for itself, and that Linux, macOS and Windows give to connections."""
 _claims = list[ExitStack]()
-"""For each port that ``free_port`` gave away, a socket that stays open as long as this process."""
+"""Sockets of all ports that ``free_port`` gave away, which stay open as long as this process."""
 _REFUSED = "Scheduler hit an exception: "  # and a sentence of ours, or a traceback
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from adaserve.files import json_lines
+from adaserve.files import json_lines, not_utf8
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
 
 CHARS_PER_TOKEN = 3.5
@@ -111,8 +111,6 @@ def _parse(line: str, where: str) -> tuple[str, str]:
         raise LoadgenError(f"{where}: not a JSON object: {e}") from e
     if not isinstance(data, dict) or not isinstance(data.get("text"), str) or not data["text"].strip():
         raise LoadgenError(f'{where}: expected {{"category": "coding", "text": "..."}} with some text')
-    try:
-        data["text"].encode()
-    except UnicodeEncodeError as e:
-        raise LoadgenError(f"{where}: text holds {e.object[e.start]!r}, not a character of UTF-8") from e
+    if (odd := not_utf8(data["text"])) is not None:
+        raise LoadgenError(f"{where}: text holds {odd!r}, not a character of UTF-8")
     return str(data.get("category", "")), data["text"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from adaserve.boundary.errors import RequestError, shown
 from adaserve.boundary.limits import INT32_MAX, MAX_ID_CHARACTERS, Limits
+from adaserve.files import not_utf8
 
 Check = Callable[[str, Any, Limits], None]
 
@@ -71,14 +72,8 @@ def identifier(name: str, value: Any, limits: Limits) -> None:
 
 def require_encodable(name: str, value: str) -> None:
     """Raises RequestError for text with half a surrogate pair, which JSON can write and UTF-8 cannot."""
-    if value.isascii():
-        return
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{name} holds {value[error.start]!r}, which is not a character of UTF-8"
-        ) from None
+    if not value.isascii() and (odd := not_utf8(value)) is not None:
+        raise RequestError(f"{name} holds {odd!r}, which is not a character of UTF-8")
 
 
 def is_number(value: Any) -> bool:

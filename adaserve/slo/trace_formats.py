@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from adaserve.files import json_lines
+from adaserve.files import json_lines, not_utf8
 from adaserve.slo.classes import CUSTOM_CLASS
 from adaserve.slo.trace import EPOCH_S, Trace, TraceError, TraceRow
 
@@ -307,10 +307,8 @@ def _checked(row: TraceRow, where: str) -> TraceRow:
         value = getattr(row, key)
         if not isinstance(value, str | None):
             raise TraceError(f"{where}: {key} must be text, not {value!r}")
-        try:
-            (value or "").encode()
-        except UnicodeEncodeError as e:
-            raise TraceError(f"{where}: {key} holds {e.object[e.start]!r}, not a character of UTF-8") from e
+        if value is not None and (odd := not_utf8(value)) is not None:
+            raise TraceError(f"{where}: {key} holds {odd!r}, not a character of UTF-8")
     for key in ("slo_tpot_ms", "slo_x_baseline", "slo_ttft_ms"):
         value = getattr(row, key)
         if value is not None and value <= 0:

@@ -28,6 +28,16 @@ from adaserve.patches.boundary import (
 )
 
 
+def serve_natively(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``generate``: what answers the requests of ``/generate``."""
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
+        incremental_streaming_output=False,
+        generate_request=generate,
+    )
+    monkeypatch.setattr(http_server, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
+
+
 def test_headers_that_override_fields_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router names the request so, to abort it by that name."""
     started: list[tuple[Any, Any]] = []
@@ -40,12 +50,7 @@ def test_headers_that_override_fields_are_read_first(monkeypatch: pytest.MonkeyP
         apply_header_overrides(obj, request.headers)
         return "streamed"
 
-    manager = SimpleNamespace(
-        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
-        incremental_streaming_output=False,
-        generate_request=generate,
-    )
-    monkeypatch.setattr(http_server, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
+    serve_natively(generate, monkeypatch)
     monkeypatch.setenv("SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES", "1")
     headers = [(b"x-override-rid", b"routed"), (b"x-override-priority", b"7")]
     request = Request({"type": "http", "path": "/generate", "headers": headers, "state": {}})
@@ -70,12 +75,7 @@ def test_the_next_request_of_a_connection_is_not_taken_for_such_a_stream(
     async def original(*_: Any) -> str:
         return "streamed"
 
-    manager = SimpleNamespace(
-        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
-        incremental_streaming_output=False,
-        generate_request=generate,
-    )
-    monkeypatch.setattr(http_server, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
+    serve_natively(generate, monkeypatch)
     request = Request({"type": "http", "path": "/generate", "headers": [], "state": {}})
 
     async def pipelined() -> bool:

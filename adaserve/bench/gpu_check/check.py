@@ -311,11 +311,11 @@ class Check:
         most = max(LEAST_TIE, TIE_NOISE * (self.found.margin_noise or 0.0))
         for i, (answer, right) in enumerate(zip(given, self.found.reference, strict=False)):
             at = answers.first_difference(answer.output_ids, right.output_ids)
-            lengths = {len(answer.output_ids), len(right.output_ids)}
-            if at is None and len(lengths) > 1:  # it broke off: all are asked for as many tokens
-                different.append({"prompt": i, "token": min(lengths), "margin": None})
-            elif at is None:
+            if answer.output_ids == right.output_ids:
                 same += 1
+            elif at is None:  # one broke off: all are asked for as many tokens
+                end = min(len(answer.output_ids), len(right.output_ids))
+                different.append({"prompt": i, "token": end, "margin": None})
             elif right.margins[at] < most:
                 ties.append(right.margins[at])
             else:
