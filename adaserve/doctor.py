@@ -24,8 +24,9 @@ from rich.table import Table
 from adaserve.cache import cache_folder
 from adaserve.commands import NO
 from adaserve.cores import usable_cores
-from adaserve.host import cpu_name, select, why_not_free
+from adaserve.host import cpu_name, select
 from adaserve.identity import SGLANG_VERSION
+from adaserve.ports import why_not_free
 
 State = Literal["ok", "note", "missing"]
 

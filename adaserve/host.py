@@ -6,10 +6,8 @@ commands describe hosts too, and must start at once.
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
-import socket
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -58,20 +56,6 @@ def on_device(device: object) -> bool:
 def is_measured() -> bool:
     """Whether clients may record torch profiles, and ask for the server's state as often as they like."""
     return os.environ.get(PROFILE_ROUTES_ENV) == "1"
-
-
-def why_not_free(host: str, port: int) -> str | None:
-    """Why a server cannot listen there now; None where it can."""
-    try:
-        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family) as s:
-                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections don't count
-                s.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return f"port {port} is in use: choose another with --port"
-        return f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
-    return None
 
 
 def describe_host() -> dict[str, Any]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,11 +21,12 @@ from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.cores import short_spins, usable_cores
 from adaserve.draft_kind import medusa_folder, medusa_heads
 from adaserve.errors import UserError
-from adaserve.host import FORK_ENV, why_not_free
+from adaserve.host import FORK_ENV
 from adaserve.hub import why_no_model, why_not_on_hub
 from adaserve.lifetime import PARENT_ENV, WHERE_SIGNAL
 from adaserve.pair.shape import parse_size
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
+from adaserve.ports import why_not_free
 from adaserve.processes import family, remove, shared_memory
 from adaserve.redaction import without_secrets
 
@@ -35,10 +34,6 @@ START_TIMEOUT_S = 600.0
 STOP_PATIENCE_S = 1.0
 """SGLang's schedulers end at once. Its first process would then sleep for five seconds, and end as well."""
 _DRAIN_S = 60.0
-_PORTS = range(10_000, 22_000)
-"""Below those that SGLang takes for itself, and that Linux, macOS and Windows give to connections."""
-_claims = list[ExitStack]()
-"""Sockets of all ports that ``free_port`` gave away, which stay open as long as this process."""
 _REFUSED = "Scheduler hit an exception: "  # and a sentence of ours, or a traceback
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
@@ -214,26 +209,6 @@ def on_cpu() -> bool:
     from adaserve.host import select
 
     return select() is not None
-
-
-def free_port(in_a_row: int = 1) -> int:
-    """The first of ``in_a_row`` TCP ports of the loopback interface that nobody uses now, and nobody else is
-    given. Raises ServerError.
-
-    A server binds it half a minute after it was chosen. Meanwhile it opens dozens of connections, each at a
-    port that the kernel chooses, and SGLang takes ports for itself that are still free. Processes that choose
-    at the same time see from each other's UDP sockets what is taken."""
-    for _ in range(100):
-        first = secrets.choice(_PORTS[: len(_PORTS) - in_a_row + 1])
-        with ExitStack() as stack, suppress(OSError):
-            for port in range(first, first + in_a_row):
-                claim = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
-                claim.bind(("127.0.0.1", port))
-                with socket.socket() as s:
-                    s.bind(("127.0.0.1", port))
-            _claims.append(stack.pop_all())
-            return first
-    raise ServerError(f"no port between {_PORTS.start} and {_PORTS.stop} is free: choose one with --port")
 
 
 def require_free(host: str, port: int) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -39,6 +38,7 @@ from adaserve.loadgen.results import (
     write_summary,
 )
 from adaserve.loadgen.schedule import Schedule, build_schedule, plan_figures
+from adaserve.ports import free_port
 from adaserve.slo.metrics import INTERRUPTED, percent
 
 _FILE = Path(__file__).with_name("locustfile.py")
@@ -108,8 +108,7 @@ def _command(out: Path, processes: int) -> list[str]:
     command += ["--bench-config", str(out / "config.yaml"), "--results", str(out), "--bench-checked"]
     if processes > 1:
         # Not at Locust's usual port, of which a host has one, and out of other machines' reach.
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         command += ["--processes", str(processes), "--master-bind-host", "127.0.0.1"]
         command += ["--master-bind-port", port, "--master-port", port]
     return command

@@ -16,7 +16,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.host import why_not_free
 from adaserve.patches import (
     admin_access,
     costly_answers,
@@ -27,6 +26,7 @@ from adaserve.patches import (
     routes,
 )
 from adaserve.patches.boundary import applies
+from adaserve.ports import why_not_free
 from adaserve.processes import end_children
 
 APP, APP_PATH = "adaserve.http_app:app", "SGLANG_HTTP_SERVER_APP_PATH"

@@ -11,12 +11,12 @@ import httpx
 from rich.console import Console
 
 from adaserve.errors import why_no_answer
+from adaserve.ports import free_port
 from adaserve.server import (
     START_TIMEOUT_S,
     ServerError,
     ServerProcess,
     ServerSpec,
-    free_port,
     require_models,
 )
 

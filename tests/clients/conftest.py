@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from adaserve.config import AdaServeConfig
-from adaserve.server import ServerProcess, ServerSpec, free_port
+from adaserve.ports import free_port
+from adaserve.server import ServerProcess, ServerSpec
 
 MODEL = "adaserve-embedded"
 SLOTS = 4

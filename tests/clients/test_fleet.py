@@ -24,7 +24,8 @@ from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.protocol import slo_headers
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.loadgen.server_metrics import parse_metrics
-from adaserve.server import ServerProcess, free_port
+from adaserve.ports import free_port
+from adaserve.server import ServerProcess
 from tests.clients.conftest import MODEL
 
 pytestmark = pytest.mark.skipif(

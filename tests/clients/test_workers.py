@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from adaserve.loadgen.server_metrics import REQUESTS, parse_metrics
-from adaserve.server import ServerProcess, ServerSpec, free_port
+from adaserve.ports import free_port
+from adaserve.server import ServerProcess, ServerSpec
 from tests.clients.conftest import MODEL
 
 pytestmark = pytest.mark.slow  # a server of its own

@@ -21,7 +21,7 @@ import httpx
 import psutil
 
 from adaserve.lifetime import PARENT_ENV
-from adaserve.server import free_port
+from adaserve.ports import free_port
 
 CONTEXT = 256
 START_TIMEOUT_S = 600.0

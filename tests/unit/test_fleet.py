@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from adaserve.cli import app
 from adaserve.fleet import local
 from adaserve.fleet.local import Fleet, ReplicaSpec, RouterSpec
-from adaserve.server import ServerError, ServerProcess, free_port
+from adaserve.ports import free_port
+from adaserve.server import ServerError, ServerProcess
 
 
 @pytest.fixture

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from adaserve import server
 from adaserve.config import AdaServeConfig, ConfigError
-from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
+from adaserve.ports import free_port
+from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 LINE = (
     "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
@@ -114,49 +111,6 @@ def test_why_a_scheduler_refused_its_models(tmp_path: Path) -> None:
 )
 def test_where_a_server_is_asked(host: str, flags: tuple[str, ...], url: str) -> None:
     assert ServerSpec("model", "draft", host=host, port=9, extra=flags).url == url
-
-
-def test_free_ports_are_none_that_connections_or_sglang_get() -> None:
-    from sglang.srt.utils.network import get_free_port_below_ephemeral
-
-    ports = {free_port() for _ in range(50)}
-    assert len(ports) == 50, "two servers that are started together would get the same"
-    lowest: int = signature(get_free_port_below_ephemeral).parameters["low"].default
-    assert max(ports) < lowest, "a server would listen on its own port for something else"
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    if first < server._PORTS.stop:
-        pytest.skip(f"connections of this host get ports from {first} on, below the usual 32768")
-    with socket.create_server(("127.0.0.1", 0)) as given:
-        assert max(ports) < given.getsockname()[1]
-
-
-def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", free_port())) as used:
-        port = used.getsockname()[1]
-        monkeypatch.setattr(server, "_PORTS", range(port, port + 1))
-        with pytest.raises(ServerError, match="choose one with --port"):
-            free_port()
-
-
-def test_ports_in_a_row_are_all_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fleet takes those that follow the router's, too."""
-    first = free_port(2)
-    monkeypatch.setattr(server, "_PORTS", range(first, first + 2))
-    with pytest.raises(ServerError, match="is free"):
-        free_port()
-    server._claims.pop().close()
-    with socket.create_server(("127.0.0.1", first + 1)):
-        with pytest.raises(ServerError, match="is free"):
-            free_port(2)
-        assert free_port() == first, "what was tried in vain is let go"
-
-
-def test_two_processes_never_get_the_same_port() -> None:
-    """Nobody listens there yet."""
-    port = free_port()
-    code = f"from adaserve import server; server._PORTS = range({port}, {port + 1}); server.free_port()"
-    other = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert other.returncode == 1 and f"no port between {port} and" in other.stderr, other.stderr
 
 
 def test_http_workers_may_take_their_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
