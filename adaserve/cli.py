@@ -23,7 +23,7 @@ from adaserve.bench.cli import app as bench
 from adaserve.bench.gpu_check.cli import gpu_check
 from adaserve.bench.options import results_folder
 from adaserve.bench.simulate.cli import app as simulator
-from adaserve.commands import Commands, fail, new_file, new_folder
+from adaserve.commands import Commands, fail, new_file, new_folder, say
 from adaserve.cores import short_spins
 from adaserve.fleet.cli import app as fleet
 from adaserve.learning.cli import app as draft
@@ -195,10 +195,10 @@ def serve(
     require_models(spec)
     require_free(spec.host, spec.port)
     command = spec.command()
-    console.print(
+    say(
+        console,
         "starting SGLang, which takes a minute, and longer the first time; "
         f"then {spec.url}/slo is the live page",
-        soft_wrap=True,
     )
     os.environ.update(spec.environment())
     sys.stdout.flush()

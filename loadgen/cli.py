@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from adaserve.commands import DOES_NOT_COUNT, NO, panel
+from adaserve.commands import DOES_NOT_COUNT, NO, panel, say
 from adaserve.loadgen.errors import LoadgenError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def report(
     read = [_read(text) for text in runs]
     folder = out or read[0].folder
     path = write_report(read, folder, png)
-    Console(stderr=True).print(f"report: {path}", soft_wrap=True, markup=False)
+    say(Console(stderr=True), f"report: {path}")
     for run in read:
         check_attainment(run.summary, fail_under_attainment)
 
@@ -216,4 +216,4 @@ def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -
     for error, count in list(summary["errors"].items())[:3]:
         console.print(f"[red]{count} x {escape(error)}[/red]")
     said = f"results: {folder}, page: {folder / 'report.html'}"
-    console.print(said, soft_wrap=True, markup=False)
+    say(console, said)

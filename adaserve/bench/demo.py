@@ -14,6 +14,7 @@ from adaserve.bench.repetition import OF_CLASS, repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import table
 from adaserve.bench.turns import TURN_S, Turns
+from adaserve.commands import say
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import COLUMNS, class_cells
@@ -59,17 +60,17 @@ def run_demo(
         config = _traffic(server, seconds, rps)
         if repetition:
             config = _repetitive(config, folder / "repetition.jsonl")
-        console.print(
+        say(
+            console,
             f"baseline {config.baseline_ms:.1f} ms per token; {config.arrivals.rps:.2f} requests/s\n"
             f"watch it live: {server.url}/slo",
-            soft_wrap=True,
         )
         settings = {name: partial(server.set_policy, name) for name in dict.fromkeys((policy, PLAIN))}
         turns = Turns(server, settings, config, folder)
         summaries = turns.play(console)
     _show(summaries, folder)
     page = write_report([read_run(folder / name) for name in summaries], folder, png=False)
-    console.print(f"requests and summaries: {folder}\nreport: {page}", soft_wrap=True, highlight=False)
+    say(console, f"requests and summaries: {folder}\nreport: {page}")
     return summaries
 
 

@@ -23,6 +23,7 @@ from rich.progress import Progress
 
 from adaserve.bench.terminal import progress, table
 from adaserve.bench.walks import HeadPlan, Text, Tree, Walk, kernel_model, over_pool, walks
+from adaserve.commands import say
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.trees.batch import TreeBatch
@@ -148,7 +149,7 @@ def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
     body = {"schema_version": 1, "kind": "bench heads", "made": made, "plan": asdict(plan)}
     write_json(path, {**body, "rows": [asdict(row) for row in rows]})
     _print(rows, plan)
-    console.print(f"written to {path}", soft_wrap=True)
+    say(console, f"written to {path}")
 
 
 def _print(rows: Sequence[Row], plan: HeadPlan) -> None:

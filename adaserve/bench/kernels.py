@@ -19,6 +19,7 @@ from rich.console import Console
 
 from adaserve.bench.markdown import table
 from adaserve.bench.terminal import progress
+from adaserve.commands import say
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
@@ -204,7 +205,7 @@ def run_kernels(plan: KernelPlan, console: Console) -> None:
     read = f"A plain read of {READ_MB} MB: {bandwidth / 1e9:.1f} GB/s."
     tables = (_product_table(plan, products), _attention_table(plan, attention, slim, bandwidth))
     text = "\n\n".join((title, f"{rounds} {read}", *tables)) + "\n"
-    console.print(text, markup=False, soft_wrap=True)
+    say(console, text)
     if plan.out is None:
         return
     plan.out.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
+from adaserve.commands import say
 from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.server import ServerProcess, ServerSpec
@@ -113,7 +114,7 @@ def run_latency(specs: Mapping[str, ServerSpec], plan: LatencyPlan, path: Path, 
         if samples:
             save(path, made, samples, plan, costs)
             Console(width=None if sys.stdout.isatty() else 130).print(_table(summarize(samples, plan)))
-            console.print(f"written to {path}", soft_wrap=True)
+            say(console, f"written to {path}")
 
 
 def run(

@@ -13,6 +13,7 @@ from rich.console import Console
 from adaserve.bench.fit import show_fit
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress
+from adaserve.commands import say
 from adaserve.engine.kept_costs import PROFILE_ENV
 from adaserve.engine.measure import profile_steps
 from adaserve.server import ServerError, ServerSpec
@@ -41,7 +42,7 @@ def run_profile(spec: ServerSpec, out: Path | None, console: Console) -> None:
         if not failed:
             shutil.rmtree(folder)
     show_fit(path)
-    console.print(f"written to {path}", soft_wrap=True)
+    say(console, f"written to {path}")
 
 
 def _watch(ticks: Path, stop: threading.Event, console: Console) -> None:

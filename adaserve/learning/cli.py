@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from adaserve.commands import empty_folder
+from adaserve.commands import empty_folder, say
 
 app = typer.Typer(help="List, choose and export versions of a draft that learns.", no_args_is_help=True)
 console = Console()
@@ -26,7 +26,7 @@ def history(folder: Folder) -> None:
 
     versions = Versions(folder)
     if not (known := versions.history()):
-        console.print(f"{folder} holds no versions yet", highlight=False, soft_wrap=True)
+        say(console, f"{folder} holds no versions yet")
         return
     table = Table("version", "when", "accepted", "before it", "first draft", "tokens learned", "weights")
     for v in known:

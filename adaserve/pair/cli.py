@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve.cache import cache_folder
-from adaserve.commands import empty_folder, given, new_file, new_folder
+from adaserve.commands import empty_folder, given, new_file, new_folder, say
 from adaserve.cores import usable_cores
 from adaserve.draft_kind import read_config
 from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, has_weights, weights_folder
@@ -69,7 +69,7 @@ def corpus(work: Work = None, seed: Seed = 0) -> None:
     from adaserve.pair.export import ensure_corpus
 
     folder = ensure_corpus(_work(work), seed=seed)
-    console.print(f"{folder}: {(folder / 'tokens.json').read_text().strip()} tokens", soft_wrap=True)
+    say(console, f"{folder}: {(folder / 'tokens.json').read_text().strip()} tokens")
 
 
 @app.command()
@@ -107,10 +107,7 @@ def _train(work: Path, *recipe: Any) -> None:
     from adaserve.pair.export import Recipe, train_pair
 
     pair = train_pair(work, Recipe(*recipe))
-    console.print(
-        f"{pair} holds target/ and draft/; ADASERVE_PAIR_WEIGHTS={pair} makes AdaServe use them",
-        soft_wrap=True,
-    )
+    say(console, f"{pair} holds target/ and draft/; ADASERVE_PAIR_WEIGHTS={pair} makes AdaServe use them")
 
 
 @app.command()
@@ -190,9 +187,10 @@ def train_head(
         minutes=minutes, written_tokens=written_tokens, seed=seed, threads=threads,
         start=_trained(folder, kind, kv_heads) if go_on else None,
     )  # fmt: skip
-    console.print(
+    say(
+        console,
         f"{head} is trained; copy it to {folder / kind.value}, then measure it with "
-        "`adaserve pair eval --calibrate`"
+        "`adaserve pair eval --calibrate`",
     )
 
 
@@ -231,7 +229,7 @@ def average(
     from adaserve.pair.packed import average
 
     average(first, second, share, out)
-    console.print(f"{out} is written; measure it with `adaserve pair eval --calibrate`", soft_wrap=True)
+    say(console, f"{out} is written; measure it with `adaserve pair eval --calibrate`")
 
 
 @app.command("eval")
@@ -307,7 +305,7 @@ def widen(
     from adaserve.pair.widen import ensure_embedded_pair
 
     target, draft = ensure_embedded_pair(size, extra_layers=extra_layers)
-    console.print(f"target {target}\ndraft  {draft}", soft_wrap=True)
+    say(console, f"target {target}\ndraft  {draft}")
 
 
 @app.command("test-draft")
@@ -322,9 +320,6 @@ def test_draft(
 
     if agreement >= 1.0:
         copy_model(target, out)
-        console.print(f"{out} is a copy of {target}", soft_wrap=True)
+        say(console, f"{out} is a copy of {target}")
     else:
-        console.print(
-            f"{out}: top-1 agreement {noisy_copy(target, out, agreement=agreement, seed=seed):.2f}",
-            soft_wrap=True,
-        )
+        say(console, f"{out}: top-1 agreement {noisy_copy(target, out, agreement=agreement, seed=seed):.2f}")

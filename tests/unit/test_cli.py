@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 from adaserve import server
 from adaserve.bench import profile, servers
 from adaserve.cli import app
-from adaserve.commands import Commands
+from adaserve.commands import Commands, say
 from adaserve.config import ENV, AdaServeConfig, ConfigError
 from adaserve.engine.cpu.linear import STORAGES
 from adaserve.pair.folders import PairError
@@ -490,3 +491,10 @@ def test_the_log_of_a_profile_that_failed_can_be_read(
     with pytest.raises(ServerError):
         profile.run_profile(ServerSpec(), None, Console(quiet=True))
     assert logs[0].read_text() == "why"
+
+
+def test_paths_are_said_as_they_are() -> None:
+    """Rich would read brackets as markup, a name as an emoji, and cut a path at the end of a line."""
+    console = Console(record=True, width=20, file=io.StringIO())
+    say(console, "written to a-long-folder/[bold]/[/x]:smile:/latency.json")
+    assert console.export_text() == "written to a-long-folder/[bold]/[/x]:smile:/latency.json\n"

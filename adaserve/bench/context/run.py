@@ -21,6 +21,7 @@ from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreem
 from adaserve.bench.context.report import Cell, Mode, figure, table
 from adaserve.bench.kernels import SETS, Shape, in_turns, random_model
 from adaserve.bench.terminal import progress
+from adaserve.commands import say
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
@@ -189,7 +190,7 @@ def _report(
     kind = SETS[build.load_library(build.build()).ada_vector_lanes()]
     title = f"# Speculation at long contexts, {kind}, {plan.threads} threads"
     text = "\n\n".join((title, _notes(plan), table(cells), inflections))
-    console.print(text, markup=False, soft_wrap=True)
+    say(console, text)
     if plan.out is None:
         return
     plan.out.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import results_folder
-from adaserve.commands import DOES_NOT_COUNT
+from adaserve.commands import DOES_NOT_COUNT, say
 
 
 def bench_fleet(
@@ -35,6 +35,6 @@ def bench_fleet(
     plan = FleetPlan(out, replicas, router, size, rps, duration, warmup, seed, policy)
     result = run_fleet_bench(plan, console)
     print(summary_text(result, replicas))
-    console.print(f"results: {out}", soft_wrap=True, highlight=False)
+    say(console, f"results: {out}")
     if not result["valid"]:
         raise typer.Exit(DOES_NOT_COUNT)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from adaserve.bench.gpu_check import answers
 from adaserve.bench.gpu_check.again import forget
@@ -36,6 +37,7 @@ from adaserve.bench.gpu_check.traces import profile
 from adaserve.bench.gpu_check.verification import target_ms
 from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.terminal import progress
+from adaserve.commands import say
 from adaserve.errors import UserError
 from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
@@ -122,7 +124,7 @@ class Check:
         self.out.mkdir(parents=True, exist_ok=True)
         self._keep()  # the folder is this check's from now on
         if self.found.done:
-            self.console.print(f"{len(self.found.done)} stages are there already: {self.out}")
+            say(self.console, f"{len(self.found.done)} stages are there already: {self.out}")
         self._prompts = _prompts(
             self.pair.target, max(*self.plan.batches, self.plan.exact_prompts), self.plan.seed
         )
@@ -196,7 +198,7 @@ class Check:
                         break
         except Exception as error:  # whatever it is, the next server may still tell something
             self.found.skipped[kind] = _reason(error)
-            self.console.print(f"skipped: {self.found.skipped[kind]}", highlight=False, soft_wrap=True)
+            say(self.console, f"skipped: {self.found.skipped[kind]}")
             self._save()
             return None
         return done
@@ -216,7 +218,7 @@ class Check:
             late = time.monotonic() - start_s >= self.limit_s
             reason = f"took longer than {self.limit_s:.0f} s" if late else _reason(error)
             self.found.failed[stage] = reason
-            self.console.print(f"[red]{stage} failed:[/] {reason}", highlight=False, soft_wrap=True)
+            self.console.print(f"[red]{stage} failed:[/] {escape(reason)}", highlight=False, soft_wrap=True)
         else:
             self.found.failed.pop(stage, None)
             self.found.done.append(stage)
@@ -232,7 +234,7 @@ class Check:
         self._again -= gone
         if others := sorted(gone - {stage}):
             said = f"{stage} is measured again, so these are no longer done: {', '.join(others)}"
-            self.console.print(said, highlight=False, soft_wrap=True)
+            say(self.console, said)
         self._save()
 
     def _note_code(self, stage: str) -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from adaserve.bench.options import counts, floats, listed, results_folder
 from adaserve.bench.terminal import table
-from adaserve.commands import COULD_NOT, NO, fail, new_folder
+from adaserve.commands import COULD_NOT, NO, fail, new_folder, say
 from adaserve.commands import flags as split
 
 if TYPE_CHECKING:
@@ -129,11 +130,11 @@ def gpu_check(
         fail(str(error))
     _show(report, Console())
     for sentence in report["does_not_show"]:
-        console.print(f"not shown: {sentence}", highlight=False, soft_wrap=True)
-    console.print(f"written to {out}", soft_wrap=True)
+        say(console, f"not shown: {sentence}")
+    say(console, f"written to {out}")
     if check.undone:
         said = f"not done: {', '.join(check.undone)} (the same command with --out {out} runs them again)"
-        console.print(f"[red]{said}[/]", highlight=False, soft_wrap=True)
+        console.print(f"[red]{escape(said)}[/]", highlight=False, soft_wrap=True)
         raise typer.Exit(COULD_NOT)
     if any(t["met"] is False for t in report["targets"]):
         raise typer.Exit(NO)
@@ -195,17 +196,17 @@ def _show(report: dict[str, Any], console: Console) -> None:
         console.print(made)
     missing = sorted({what for row in report["targets"] for what in row["missing"]})
     if missing:
-        console.print(f"not measured: {', '.join(missing)}", highlight=False, soft_wrap=True)
+        say(console, f"not measured: {', '.join(missing)}")
     if (share := report["distinct_8grams"]) is not None and share < DISTINCT:
         said = f"TPOT was measured on text that loops ({share:.0%} of its 8-grams are distinct)"
-        console.print(f"{said}, which drafts guess better than other text", highlight=False, soft_wrap=True)
+        say(console, f"{said}, which drafts guess better than other text")
     if report["other_code"]:
         said = f"measured, or in part, with other code than this: {', '.join(report['other_code'])}"
-        console.print(said, highlight=False, soft_wrap=True)
+        say(console, said)
     for name, reason in report["skipped"].items():
-        console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
+        say(console, f"skipped {name}: {reason}")
     for name, reason in report["failed"].items():
-        console.print(f"failed {name}: {reason}", highlight=False, soft_wrap=True)
+        say(console, f"failed {name}: {reason}")
 
 
 def _mixed(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:

@@ -28,6 +28,7 @@ from torch.nn import functional as fn
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, Texts
 from adaserve.bench.terminal import progress, table
+from adaserve.commands import say
 from adaserve.files import write_json
 from adaserve.learning import draft_reading
 from adaserve.learning.draft import DraftCopy
@@ -119,7 +120,7 @@ def run_offline(plan: LearnPlan, variants: Sequence[str], folder: Path, console:
             result = {"plan": asdict(plan), "outcomes": [asdict(o) for o in outcomes], **made}
             write_json(folder / "learn-offline.json", result)
     Console().print(_table(outcomes))
-    console.print(f"written to {folder}", soft_wrap=True)
+    say(console, f"written to {folder}")
 
 
 class _Study:

@@ -20,6 +20,7 @@ from adaserve.bench.client import Ask, Reply, send_in_order
 from adaserve.bench.learn.texts import Texts
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
+from adaserve.commands import say
 from adaserve.files import write_json
 from adaserve.loadgen.figures import color, legend, panels, save
 from adaserve.loadgen.results import provenance
@@ -101,7 +102,7 @@ def run_learn(spec: ServerSpec, plan: LearnPlan, folder: Path, console: Console)
             write_json(folder / "learn.json", {**result, **made})
     _draw(blocks, plan, folder / "learn.png")
     Console().print(_table(blocks, plan))
-    console.print(f"written to {folder}", soft_wrap=True)
+    say(console, f"written to {folder}")
 
 
 def _played(server: ServerProcess, asks: Sequence[Ask], plan: LearnPlan, index: int) -> list[Block]:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import results_folder
-from adaserve.commands import NO
+from adaserve.commands import NO, say
 
 
 def bench_soak(
@@ -43,5 +43,5 @@ def bench_soak(
     )
     good = held(run_soak(plan, out, console))
     verdict = "all invariants held" if good else "invariants were violated"
-    console.print(f"{verdict}: {out}/README.md", highlight=False, soft_wrap=True)
+    say(console, f"{verdict}: {out}/README.md")
     raise typer.Exit(0 if good else NO)

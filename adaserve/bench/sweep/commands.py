@@ -20,6 +20,7 @@ from adaserve.bench.sweep.runner import ATTEMPTS, Sweep
 from adaserve.bench.sweep.simulated import Simulator, markdown, to_json
 from adaserve.bench.sweep.store import Store, changed, merged
 from adaserve.bench.sweep.systems import family, length_of, system, with_length
+from adaserve.commands import say
 from adaserve.config import AdaServeConfig
 from adaserve.files import write_json
 from adaserve.loadgen.results import new_results_dir
@@ -138,10 +139,10 @@ def sweep(options: Options, console: Console) -> bool:
     )
     every = plan.blocks_in_order()
     left = len({c.id for c in every} - set(store.finished()))
-    console.print(
+    say(
+        console,
         f"{left} of {len(every)} blocks to run (all take about {minutes_of(plan):.0f} minutes); "
         f"results: {folder}",
-        soft_wrap=True,
     )
     done = False
     try:
@@ -153,11 +154,7 @@ def sweep(options: Options, console: Console) -> bool:
         if store.exists and store.finished():
             _try_to_redraw(folder, options.readme, console)
         if not done and store.exists:
-            console.print(
-                f"continue: adaserve bench sweep --out {shlex.quote(str(folder))}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(console, f"continue: adaserve bench sweep --out {shlex.quote(str(folder))}")
     return done
 
 
@@ -166,9 +163,10 @@ def _try_to_redraw(folder: Path, readme: Path | None, console: Console) -> None:
     try:
         redraw(folder, readme, console)
     except Exception as error:
-        console.print(
-            f"[red]the results are kept, but could not be drawn:[/] {error}; try again with "
-            f"adaserve bench sweep --plot-only {shlex.quote(str(folder))}"
+        say(
+            console,
+            f"the results are kept, but could not be drawn: {error}; try again with "
+            f"adaserve bench sweep --plot-only {shlex.quote(str(folder))}",
         )
 
 
@@ -181,7 +179,7 @@ def minutes_of(plan: SweepPlan) -> float:
 def redraw(folder: Path, readme: Path | None, console: Console) -> None:
     """Figures, tables and ``README.md`` of a folder from its records. Raises SweepError."""
     written = write_all(Store(folder), readme, Console())
-    console.print(f"written: {', '.join(written)} in {folder}", highlight=False, soft_wrap=True)
+    say(console, f"written: {', '.join(written)} in {folder}")
 
 
 def replay(folder: Path, console: Console) -> None:
