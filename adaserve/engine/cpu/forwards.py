@@ -26,6 +26,7 @@ from adaserve.engine.trees.attention import (
     gather_slots,
     indptr,
     token_slots,
+    verification_plan,
 )
 from adaserve.engine.trees.batch import TreeBatch, without_gap
 
@@ -83,7 +84,7 @@ class CpuForward:
         """Never called: no call of this device leaves anything to wait for."""
 
     def run(self, batch: TreeBatch) -> Tensor:
-        plan = attention_plan(self._req_to_token, batch)
+        plan = verification_plan(self._req_to_token, batch)
         return self._hidden(self._inputs(batch, plan, self._before(batch)))
 
     def feed(self, batch: TreeBatch) -> None:

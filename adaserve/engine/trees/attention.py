@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -105,6 +105,25 @@ def attention_plan(
         kv_indices=torch.from_numpy(kv_slots),
         custom_mask=None if mask is None else torch.from_numpy(mask),
     )
+
+
+def verification_plan(req_to_token: torch.Tensor, batch: TreeBatch) -> TreeAttentionPlan:
+    """``attention_plan`` of tokens that see nothing of their windows but each other. There they stand in
+    their own order, parents first. By its column a node may stand before its parent, so that its sums would
+    be added up in another order than where its path is decoded, and have other bits."""
+    kv_slots, seen = gather_slots(req_to_token, batch.pool_rows, batch.kv_lens, batch.gap), batch.seen
+    if seen is not None and batch.gap is None:
+        width, row = seen.shape[1], batch.row
+        query = np.arange(len(batch)) - (batch.q_lens.cumsum() - batch.q_lens)[row]
+        column = batch.places - batch.kv_lens[row] + width
+        if (column != query).any():
+            place = np.full((len(batch.q_lens), width), width)
+            place[row, column] = query
+            order = place.argsort(axis=1, kind="stable")
+            windows = batch.kv_lens.cumsum()[:, None] - width
+            kv_slots[windows + np.arange(width)] = kv_slots[windows + order]
+            batch = replace(batch, seen=np.take_along_axis(seen, order[row], axis=1))
+    return attention_plan(req_to_token, batch, kv_slots)
 
 
 def window_mask(q_lens: np.ndarray, kv_lens: np.ndarray, seen: np.ndarray) -> np.ndarray:

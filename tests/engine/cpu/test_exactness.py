@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from adaserve.engine.cpu import LeanModel, build
+from adaserve.engine.cpu.forwards import CpuForward, LeanForward
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
+from adaserve.engine.trees import verify
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.engine.trees.shape import tree_shape
+from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, path_to, read_hf, run, tree_mask
+from tests.engine.trees.factories import decode_rows, selection_of
 
 STORAGES: list[Storage] = ["fp32", "fp16", "bf16", "int8"]
 ROW_COUNTS = [*range(1, 65), 121, 130]
@@ -122,3 +132,32 @@ def test_storages_that_hold_the_weights_agree() -> None:
         results.append(run(lean, pool, [Chunk(tokens, list(range(59)), pool.take(59), [])]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_nodes_of_a_served_tree_equal_plain_decoding(lean: LeanModel) -> None:
+    """Whose columns do not follow their depths: the likeliest node of each level stands in front."""
+    prompt, root, shape = [3 * i % 131 for i in range(20)], 1, tree_shape(3, 3, None)
+    pool, table = Pool(lean.config, 2), torch.zeros(2, 64, dtype=torch.int32)
+    for row in range(2):
+        table[row] = torch.tensor(pool.take(64), dtype=torch.int32)
+    forward = CpuForward(LeanForward(lean, SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v)), table)
+
+    def read(row: int, tokens: list[int], start: int) -> torch.Tensor:
+        rows, starts, lens = (np.array([n]) for n in (row, start, len(tokens)))
+        return forward.run(TreeBatch.causal(np.array(tokens), rows, starts, lens))
+
+    parent = np.array([-1, -1, -1, 2, 0, 1, 3, 5, 4])
+    trees = CandidateTrees(np.array([0, 9]), np.arange(40, 49), parent, shape.depth, np.zeros(9))
+    assert {(2, 3), (5, 7)} <= {(p, i) for i, p in enumerate(parent.tolist())}
+    assert (shape.columns[[3, 6]] < shape.columns[2]).all(), "they stand before their parents"
+    read(0, prompt, 0)
+    every = selection_of(trees, np.ones(9, np.bool_))
+    verified = verify.build(decode_rows([len(prompt)]), Proposal(trees, shape.columns, shape.width), every)
+    nodes = forward.run(verified.batch)
+    for leaf in (6, 7, 8):
+        read(1, prompt, 0)
+        decoded = read(1, [root], len(prompt))
+        assert torch.equal(decoded[0], nodes[0])
+        for depth, node in enumerate(path_to(leaf, parent.tolist()), start=1):
+            decoded = read(1, [40 + node], len(prompt) + depth)
+            assert torch.equal(decoded[0], nodes[1 + node]), (leaf, depth)
