@@ -75,7 +75,7 @@ class CpuDevice:
         if config.medusa is not None:
             medusa = medusa_forward(target, Path(config.medusa), stored)
         made = cpu_forward(target)
-        itself = made if config.has_self else None
+        itself = cpu_forward(target) if config.has_self else None  # so that its time is that of drafts
         return cls(made, *map(draft_forward, drafts), medusa=medusa, itself=itself)
 
     def is_busy(self) -> bool:

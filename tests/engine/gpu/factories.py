@@ -154,8 +154,8 @@ class Requests:
 def host_device(
     requests: Requests, target: TinyModel, *drafts: TinyModel, drafts_itself: bool = False
 ) -> CpuDevice:
-    own, *others = (CpuForward(m, requests.req_to_token) for m in (target, *drafts))
-    return CpuDevice(own, *others, itself=own if drafts_itself else None)
+    own, itself, *others = (CpuForward(m, requests.req_to_token) for m in (target, target, *drafts))
+    return CpuDevice(own, *others, itself=itself if drafts_itself else None)
 
 
 SIZES = Sizes(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from adaserve.config import AdaServeConfig
+from adaserve.engine.cpu import LeanModel
+from adaserve.engine.cpu.device import CpuDevice
 from adaserve.engine.cpu.forwards import CpuForward
+from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
 from adaserve.engine.sources.own import SHARPENING
 from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees import verify
@@ -16,7 +21,7 @@ from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import ANY_DEPTH
 from adaserve.scheduler.interface import Draft, IterationPlan
-from tests.engine.cpu.factories import hf_model
+from tests.engine.cpu.factories import Pool, hf_model, read_hf
 from tests.engine.test_trees import MAX_NODES, PROMPTS, Case, DenseModel, alike, path_logprobs
 from tests.engine.trees.factories import iteration_plan, random_selection
 
@@ -90,3 +95,22 @@ def test_draws_are_read_as_the_target_reads_them() -> None:
         assert spread / scale == pytest.approx(temperature)
         assert SHARPENING.alone(temperature)[0] == pytest.approx(1 / temperature)
     assert SHARPENING.reading(0.0)[1] == 0.0
+
+
+def test_its_draft_steps_are_not_counted_as_the_targets() -> None:
+    """Or reports would say that drafting takes no time, and verifications all of it."""
+    weights, config = read_hf(hf_model())
+    pool, table = Pool(config, len(weights.layers)), torch.arange(64, dtype=torch.int32)[None]
+    runner = SimpleNamespace(
+        model=SimpleNamespace(**{LEAN_ATTRIBUTE: LeanModel(weights, config, "fp32")}),
+        token_to_kv_pool=SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v),
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+    )
+    device = CpuDevice.of(runner, [], AdaServeConfig(drafts="self", draft_window=64))
+    assert device.itself is not None
+    one = np.array([0])
+    text = TreeBatch.causal(np.arange(5), one, np.array([0]), np.array([5]))
+    device.itself.rehearse(text, 2)
+    assert not device.target.take_runs() and device.itself.take_runs()
+    device.target.run(text)
+    assert device.target.take_runs() and not device.itself.take_runs()
