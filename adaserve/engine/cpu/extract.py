@@ -121,12 +121,11 @@ def read_weights(model: Any) -> tuple[ModelWeights, ModelConfig]:
     )
     embed = _vocab_rows(inner.embed_tokens, config.vocab_size)
     head_rows = getattr(model.config, "draft_vocab_size", None) or config.vocab_size
-    tied = model.lm_head.weight.data_ptr() == inner.embed_tokens.weight.data_ptr()
     weights = ModelWeights(
         embed=embed,
         layers=tuple(_read_layer(layer) for layer in inner.layers),
         final_norm=inner.norm.weight.detach(),
-        lm_head=embed if tied else _vocab_rows(model.lm_head, head_rows),
+        lm_head=_vocab_rows(model.lm_head, head_rows),
         cos_sin=attention.rotary_emb.cos_sin_cache.detach(),
     )
     return weights, config

@@ -64,7 +64,7 @@ class ModelWeights:
     embed: torch.Tensor  # [vocab, H]
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor  # [H]
-    lm_head: torch.Tensor  # [vocab, H]; the same tensor as `embed` when tied
+    lm_head: torch.Tensor  # [vocab, H], or a row for each of `token_ids`; rows of `embed` when tied
     cos_sin: torch.Tensor  # [max positions, rotary_dim], cosines then sines, scaling included
     token_ids: torch.Tensor | None = None
     """int64 [rows of lm_head]: the token of each row, for a head that knows only some tokens; None: row

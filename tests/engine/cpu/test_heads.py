@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from adaserve.engine.cpu import LeanModel, build
+from adaserve.engine.cpu.extract import read_head
 from adaserve.engine.cpu.forwards import CpuForward, LeanForward
 from adaserve.engine.cpu.gumbel import read
 from adaserve.engine.cpu.heads import HeadForward
@@ -277,3 +278,35 @@ def test_rows_of_hidden_states_that_are_not_there_are_refused(head: Head) -> Non
     for unfit in (Before(states, rows[1:]), Before(states.double(), rows), Before(states[:, 1:], rows)):
         with pytest.raises(ValueError, match="a head"):
             model.hidden(read(unfit))
+
+
+def test_a_head_that_shares_the_embedding_knows_as_many_tokens_as_it_says(head: Head) -> None:
+    """SGLang takes the first rows of the embedding for them, whatever they are worth as drafts. The kernels
+    would read the tokens of further rows from foreign memory."""
+    layer, c, rows = head.midlayer, head.config, len(head.token_ids)
+    attention, mlp = layer["self_attn"], layer["mlp"]
+    rotary = SimpleNamespace(rotary_dim=c.head_dim, cos_sin_cache=read_hf(head.target[0])[0].cos_sin)
+    qkv = SimpleNamespace(weight=torch.cat([attention[f"{name}_proj"].weight for name in "qkv"]), bias=None)
+    one = SimpleNamespace(
+        self_attn=SimpleNamespace(
+            num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
+            qkv_proj=qkv, o_proj=attention["o_proj"], rotary_emb=rotary,
+        ),
+        mlp=SimpleNamespace(
+            gate_up_proj=SimpleNamespace(weight=torch.cat([mlp["gate_proj"].weight, mlp["up_proj"].weight])),
+            down_proj=mlp["down_proj"],
+        ),
+        **{name: layer[name] for name in ("input_layernorm", "post_attention_layernorm", "hidden_norm")},
+    )  # fmt: skip
+    norm = SimpleNamespace(weight=head.norm.weight, variance_epsilon=c.rms_norm_eps)
+    embed = head.target[0].model.embed_tokens
+    loaded = SimpleNamespace(
+        model=SimpleNamespace(embed_tokens=embed, layers=[one], norm=norm, norm_output=False),
+        lm_head=embed, hot_token_id=head.token_ids,
+        config=SimpleNamespace(hidden_size=c.hidden_size, vocab_size=c.vocab_size, draft_vocab_size=rows),
+    )  # fmt: skip
+    lean = LeanModel(*read_head(loaded), "fp32")
+    states = torch.randn(64, c.hidden_size, generator=torch.Generator().manual_seed(1))
+    tokens = lean.topk_logprobs(states, Reading.plain(np.ones(64)), 4)[1]
+    assert torch.isin(tokens, head.token_ids).all()
+    assert lean.logits(states).isfinite().sum() == 64 * rows
