@@ -78,7 +78,7 @@ class CpuForward:
     @property
     def storage(self) -> str:
         """How the weights are stored; "sglang" where SGLang's own forward runs."""
-        return self.model.model.storage if isinstance(self.model, LeanForward) else "sglang"
+        return self.model.model.held.stored if isinstance(self.model, LeanForward) else "sglang"
 
     def fill(self, batch: TreeBatch) -> None:
         """Never called: no call of this device leaves anything to wait for."""

@@ -19,6 +19,7 @@ from adaserve.errors import UnsupportedError
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _INT8 = 3
+_NAMES = ("fp32", "fp16", "bf16", "int8")
 
 # Results of a forward, as in csrc/check.h.
 _NO_MEMORY = -1
@@ -293,6 +294,8 @@ class NativeBackend:
             source.project = _matrix(stage.project, None, storage, packing)
             source.token_norm = self._keep(stage.token_norm)
             source.hidden_norm = self._keep(stage.hidden_norm)
+        matrices = [m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        self.stored = "+".join(sorted({_NAMES[m.type] for m in (*matrices, source.lm_head)}))
         return self._kernels.ada_model_create(ctypes.addressof(source))
 
     def _describe_layer(

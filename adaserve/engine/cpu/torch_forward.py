@@ -34,7 +34,7 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, weights: ModelWeights, config: ModelConfig, storage: Storage) -> None:
-        self._config = config
+        self._config, self.stored = config, storage
         self._embed = weights.embed
         self._layers = [_build_layer(layer, storage) for layer in weights.layers]
         self._final_norm = weights.final_norm.float()

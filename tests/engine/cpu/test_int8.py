@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,20 @@ def test_a_server_says_how_weights_are_stored() -> None:
     theirs = CpuForward(SimpleNamespace(), table)  # type: ignore[arg-type]
     report = CpuDevice(target, draft, theirs).report()
     assert report["weights"] == {"target": "fp32", "drafts": ["int8", "sglang"]}
+
+
+def test_a_server_says_how_it_has_chosen_to_store_weights() -> None:
+    if build.load_kernels() is None:
+        pytest.skip("no C compiler here")
+    weights, config = read_hf(hf_model())
+    table = torch.zeros(1, 8, dtype=torch.int32)
+
+    def stored() -> str:
+        return CpuForward(LeanForward(LeanModel(weights, config, "auto"), None), table).storage
+
+    assert stored() == "fp16"
+    weights = replace(weights, lm_head=weights.lm_head + 1e-7)
+    assert stored() == "fp16+fp32"
 
 
 @pytest.mark.parametrize(
