@@ -8,10 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from adaserve.scheduler.acceptance import find_tested
-from adaserve.scheduler.calibration import MIDDLE, Calibrator, bin_of, claimed_probability
+from adaserve.scheduler.calibration import Calibrator, bin_of, claimed_probability
 from adaserve.scheduler.interface import Context, FloatArray
 from adaserve.scheduler.latency import Latency
 from adaserve.scheduler.replay import read_recording
+from adaserve.scheduler.simulator.workload import TextModel
+
+MOST = 0.999
+"""Of a true acceptance."""
+
+RECORDED_TEXT = TextModel(mean={}, other=0.5)
+"""Of requests that draw from a recording: all classes from the whole of it, some from its easier part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +27,20 @@ class RecordedChildren:
 
     best: FloatArray  # [k] claimed probability of the best child, ascending
     second_share: float  # mean share of the rest that the second child gets
-    accept: FloatArray  # [bins] observed acceptance per bin of q
+    factors: FloatArray  # [bins]: how many times as often as claimed tokens were accepted, per bin of q
 
     def children(
         self, rng: np.random.Generator, difficulty: FloatArray, bias: FloatArray, beams: int, count: int
     ) -> tuple[FloatArray, FloatArray]:
-        """See ChildSource: a request's difficulty picks its part of the recorded distribution."""
-        n = len(difficulty)
-        centred = np.clip(
-            rng.beta(2 * difficulty[:, None] + 0.5, 2 * (1 - difficulty[:, None]) + 0.5, (n, beams)), 0, 1
-        )
-        q1 = self.best[np.minimum((centred * len(self.best)).astype(np.int64), len(self.best) - 1)]
+        """See ChildSource: a request's difficulty picks its part of the recorded distribution, which for 0.5
+        is the whole of it."""
+        n, ease = len(difficulty), difficulty[:, None]
+        place = rng.beta(2 * ease, 2 * (1 - ease), (n, beams)) * len(self.best)
+        q1 = self.best[np.minimum(place.astype(np.int64), len(self.best) - 1)]
         shares = self.second_share * (1 - self.second_share) ** np.arange(count - 1)
         rest = np.minimum((1 - q1)[:, :, None] * shares, q1[:, :, None])
         q = np.maximum(np.concatenate([q1[:, :, None], rest], axis=2), 1e-6)
-        p = self.accept[bin_of(q)]
+        p = np.minimum(self.factors[bin_of(q)] * q, MOST)
         return q, p / np.maximum(1.0, p.sum(axis=2, keepdims=True))
 
 
@@ -58,9 +64,8 @@ def load_children(path: Path) -> RecordedChildren:
     factors = calibrator.factors()
     if not best or not len(factors):
         raise ValueError(f"{path} holds no verified candidates; record while speculation is on")
-    accept = np.clip(factors[0] * MIDDLE, 0.0, 0.999)
     share = float(np.clip(np.mean(second), 0.05, 0.95)) if second else 0.5
-    return RecordedChildren(np.sort(np.array(best)), share, accept)
+    return RecordedChildren(np.sort(np.array(best)), share, factors[0])
 
 
 def recorded_slowdown(path: Path, latency: Latency) -> float:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sched_factories import running
 
 from adaserve.config import AdaServeConfig
+from adaserve.scheduler.calibration import N_BINS
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context, Draft, IterationPlan, Selection
 from adaserve.scheduler.policies import build_policy
@@ -22,7 +23,12 @@ from adaserve.scheduler.replay import FLUSH_EVERY, Recorder, ReplayError, read_r
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.paced import PacedReplica, PaceTable, learn_pace
-from adaserve.scheduler.simulator.recorded import load_children, recorded_slowdown
+from adaserve.scheduler.simulator.recorded import (
+    RECORDED_TEXT,
+    RecordedChildren,
+    load_children,
+    recorded_slowdown,
+)
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import (
     SimulationConfig,
@@ -471,6 +477,23 @@ class TestReplay:
         assert (p.sum(axis=2) <= 1 + 1e-9).all() and (q[:, :, 0] >= q[:, :, 1]).all()
         result = simulate(requests(10), replace(config("priced"), children=source))
         assert all(r.finished for r in result.requests)
+
+    @pytest.mark.parametrize("policy", ["chain-1", "chain-3"])
+    def test_requests_that_draw_from_a_recording_get_as_much_accepted(self, tmp_path, policy):
+        """Whatever the simulator thinks of classes: the recording has the acceptance of that very text."""
+        self.record(tmp_path / "run.jsonl", policy, n=60)
+        made = [item.outcome.new_tokens for item in read_recording(tmp_path / "run.jsonl")]
+        children = load_children(tmp_path / "run.jsonl")
+        load = make_requests(synthetic_trace(60, 50.0, 1, MIX), SLOConfig(), 0.03, RECORDED_TEXT, 1)
+        simulate(load, replace(config(policy), children=children))
+        drawn = sum(r.produced for r in load) / sum(r.iterations for r in load)
+        assert drawn == pytest.approx(np.concatenate(made).mean(), rel=0.05)
+
+    def test_what_was_sure_in_a_recording_is_accepted_as_often_as_that(self):
+        """And what was next to impossible as seldom: not as often as in the middle of a bin of claims."""
+        sure = RecordedChildren(np.array([0.998]), 0.5, np.ones(N_BINS))
+        q, p = sure.children(np.random.default_rng(0), np.full(9, 0.5), np.zeros(9), 1, 3)
+        assert q[0, 0] == pytest.approx([0.998, 0.001, 0.0005]) and p == pytest.approx(q)
 
     def test_no_trees_can_be_drawn_where_none_was_verified(self, tmp_path):
         self.record(tmp_path / "run.jsonl", "adaserve")

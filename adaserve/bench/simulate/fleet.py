@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from adaserve.bench.simulate.hardware import PROFILED_CACHE
 from adaserve.bench.simulate.served import served
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.paced import PacedReplica, PaceTable, learn_pace
-from adaserve.scheduler.simulator.recorded import load_children, recorded_slowdown
+from adaserve.scheduler.simulator.recorded import RECORDED_TEXT, load_children, recorded_slowdown
 from adaserve.scheduler.simulator.run import SimulationConfig, serve, simulate, to_record, violations
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, make_requests
 from adaserve.slo.classes import SLOConfig
@@ -31,6 +31,7 @@ class SimulatedFleet:
 
     config: SimulationConfig
     baseline_s: float
+    text: TextModel = field(default_factory=TextModel)
 
     @staticmethod
     def of(
@@ -46,7 +47,8 @@ class SimulatedFleet:
         children = load_children(recorded) if recorded else None
         slowdown = recorded_slowdown(recorded, latency) if recorded else 1.0
         config = served(policy, latency, seed, kv_tokens, children, slowdown)
-        return SimulatedFleet(config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
+        text = RECORDED_TEXT if recorded else TextModel()
+        return SimulatedFleet(config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3, text)
 
     def attainment(
         self, trace: Trace, slos: SLOConfig, router: str = "least-work", warm_up: int = 0
@@ -64,7 +66,7 @@ class SimulatedFleet:
         return lambda n: 1.0 - violations(self._paced(_fresh(requests), pace, n, router)[warm_up:])
 
     def _requests(self, trace: Trace, slos: SLOConfig) -> list[SimRequest]:
-        return make_requests(trace, slos, self.baseline_s, TextModel(), self.config.seed)
+        return make_requests(trace, slos, self.baseline_s, self.text, self.config.seed)
 
     def _of(self, replicas: int, router: str) -> SimulationConfig:
         return replace(self.config, replicas=replicas, router=router)

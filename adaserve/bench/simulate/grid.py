@@ -32,7 +32,7 @@ from adaserve.scheduler.policies import build_policy, chain_length
 from adaserve.scheduler.prefill import Order, PrefillConfig
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT
 from adaserve.scheduler.simulator.order import ROW_ORDERS
-from adaserve.scheduler.simulator.recorded import load_children
+from adaserve.scheduler.simulator.recorded import RECORDED_TEXT, load_children
 from adaserve.scheduler.simulator.replica import PrefillMode, ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
 from adaserve.scheduler.simulator.trees import SyntheticChildren
@@ -110,7 +110,8 @@ class Grid:
     def _setting(self, latency: LatencyModel) -> Setting:
         slos = SLOConfig.load(self.slo_config) if self.slo_config else SLOConfig()
         baseline_ms = self.baseline_ms or latency.baseline_s() * 1e3
-        return Setting(slos, TextModel(eos_share=self.eos_share), baseline_ms / 1e3)
+        text = RECORDED_TEXT if self.recorded else TextModel()
+        return Setting(slos, replace(text, eos_share=self.eos_share), baseline_ms / 1e3)
 
     def _cases(self, shared: SimulationConfig) -> Iterator[Case]:
         for name in self.trace:
