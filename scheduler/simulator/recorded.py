@@ -74,10 +74,12 @@ def recorded_slowdown(path: Path, latency: Latency) -> float:
     ValueError when it holds no iteration."""
     ratios = []
     for item in read_recording(path):
-        running, width = item.plan.running, item.plan.draft.width
+        plan, running = item.plan, item.plan.running
         context = Context(float(running.context_tokens.sum()), len(running))
         tokens = item.selection.verify_tokens + item.outcome.prefill_tokens
-        said_s = latency.iteration_s(len(running), item.trees.draft_steps, width, tokens, context)
+        said_s = latency.iteration_s(
+            plan.drafting_rows, item.trees.draft_steps, plan.draft.width, tokens, context, plan.draft_context
+        )
         ratios.append(item.outcome.cycle_s / said_s)
     if not ratios:
         raise ValueError(f"{path} holds no iteration; record while requests are served")

@@ -16,6 +16,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.scheduler.calibration import N_BINS
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context, Draft, IterationPlan, Selection
+from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch, plan_prefill
 from adaserve.scheduler.pressure import RecentWork
@@ -494,6 +495,19 @@ class TestReplay:
         sure = RecordedChildren(np.array([0.998]), 0.5, np.ones(N_BINS))
         q, p = sure.children(np.random.default_rng(0), np.full(9, 0.5), np.zeros(9), 1, 3)
         assert q[0, 0] == pytest.approx([0.998, 0.001, 0.0005]) and p == pytest.approx(q)
+
+    def test_drafts_that_read_little_are_not_taken_for_a_fast_host(self, tmp_path):
+        """Where contexts are long, most of a draft step is what it reads of them."""
+        latency = LatencyModel(ForwardCost(1e-3, per_context_s=1e-5), ForwardCost(10e-3))
+        settings = PolicyConfig(latency=latency, draft_windows=(64,))
+        replica = build_replica(SimulationConfig(ReplicaConfig(latency), "chain-3", settings))
+        with Recorder(tmp_path / "run.jsonl") as recorder:
+            spy(replica.policy, recorder)
+            for request in requests(8, rate=50.0):
+                replica.submit(replace(request, prompt_tokens=2000))
+            while replica.busy:
+                replica.step()
+        assert recorded_slowdown(tmp_path / "run.jsonl", latency) == pytest.approx(1.0, abs=0.05)
 
     def test_no_trees_can_be_drawn_where_none_was_verified(self, tmp_path):
         self.record(tmp_path / "run.jsonl", "adaserve")
