@@ -158,7 +158,7 @@ class PacedReplica(Replica):
         seconds += reading_s(self.config, verified + prefill_tokens, context)
         if prefill_tokens:
             seconds += latency.verify_s(verified + prefill_tokens) - latency.verify_s(verified)
-        total = self._noisy(seconds) + self._draft_prefill_s()
+        total = self._noisy(seconds) + self._slowed(self._draft_prefill_s())
         self.now_s += total
         continued = self._last_end_s and rows.decoded.any()
         cycle_s = self.now_s - self._last_end_s if continued else total

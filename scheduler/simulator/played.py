@@ -74,8 +74,8 @@ class PlayedReplica(Replica):
         tokens = selection.verify_tokens + prefill_tokens
         context = Context(float(running.context_tokens.sum()), len(running))
         verify_s = self._noisy(self.config.latency.verify_s(tokens, context))
-        total = draft_s + verify_s + self.config.latency.overhead_s + self._draft_prefill_s()
-        total += self.config.row_overhead_s * len(running)
+        around_s = self.config.latency.overhead_s + self.config.row_overhead_s * len(running)
+        total = draft_s + verify_s + self._slowed(around_s + self._draft_prefill_s())
         self.now_s += total
         outcome = IterationOutcome(
             plan,

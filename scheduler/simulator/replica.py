@@ -234,11 +234,15 @@ class Replica(ABC):
         self._lengths.add(request.slo_class, request.output_tokens - 1, cut)
         self.done.append(request)
 
-    def _noisy(self, seconds: float) -> float:
+    def _slowed(self, seconds: float) -> float:
+        """While others use the host."""
         for begin, end, times in self.config.busy:
             if begin <= self.now_s < end:
                 seconds *= times
-        return seconds * float(np.exp(self._rng.normal(0.0, self.config.noise)))
+        return seconds
+
+    def _noisy(self, seconds: float) -> float:
+        return self._slowed(seconds) * float(np.exp(self._rng.normal(0.0, self.config.noise)))
 
 
 @lru_cache(maxsize=1024)

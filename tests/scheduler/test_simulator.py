@@ -242,6 +242,29 @@ def test_streaming_costs_time_per_request():
     assert added == pytest.approx([0.04, 0.08])
 
 
+@pytest.mark.parametrize("mode", ["mixed", "exclusive"])
+@pytest.mark.parametrize("play", [True, False])
+def test_a_busy_host_slows_everything_down(play, mode):
+    """Also what is around the forwards, and what drafts read of prompts: a run takes three times as long."""
+    latency = LatencyModel(ForwardCost(1e-3, 1e-5), ForwardCost(2e-3, 1e-5), overhead_s=5e-3)
+    ends = []
+    for times in (1.0, 3.0):
+        load = requests(3)
+        for request in load:
+            request.arrival_s, request.prompt_tokens = 0.0, 100
+        cfg = SimulationConfig(
+            ReplicaConfig(
+                latency, prefill_mode=mode, prefill=PrefillConfig(150), noise=0.0, row_overhead_s=1e-3,
+                busy=((0.0, math.inf, times),),
+            ),
+            "chain-2", PolicyConfig(latency=latency),
+        )  # fmt: skip
+        fleet = [build_replica(cfg)] if play else TestLookedUpIterations().fleet(cfg)
+        serve(load, fleet, cfg)
+        ends.append([r.last_token_s for r in load])
+    assert ends[1] == pytest.approx([3.0 * s for s in ends[0]])
+
+
 def test_routers_spread_the_load():
     for router in ("round-robin", "least-work", "slo"):
         result = simulate(requests(60, rate=12.0), config("none", replicas=4, router=router))
