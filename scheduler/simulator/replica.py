@@ -136,7 +136,7 @@ class Replica(ABC):
         for i in plan.shed.tolist():
             self._shed(looked[i])
         exclusive = self.config.prefill_mode == "exclusive"
-        paced = self.config.prefill.pacing == "slack" and len(self.rows)
+        paced = self.config.prefill.pacing == "slack"
         left = self.config.exclusive_tokens if exclusive and not paced else plan.tokens
         chunk: Chunk = []
         full = False

@@ -265,6 +265,20 @@ def test_a_busy_host_slows_everything_down(play, mode):
     assert ends[1] == pytest.approx([3.0 * s for s in ends[0]])
 
 
+def test_prompts_that_nobody_decodes_beside_are_split_as_on_a_server():
+    """Two halves of a short prompt would cost more than they spare, so the chunk ends with the first one."""
+    load = requests(2)
+    for request in load:
+        request.arrival_s, request.prompt_tokens, request.tpot_slo_s = 0.0, 100, math.inf
+    rule = AdaServeConfig().for_prefills(chunk_tokens=150)
+    cfg = config("none", prefill=rule, prefill_mode="exclusive", exclusive_tokens=150)
+    replica = build_replica(cfg)
+    for request in load:
+        replica.submit(request)
+    plan = plan_prefill(replica._situation(load), 0)
+    assert [tokens for _, tokens in replica._take_chunk()] == [100] == [plan.tokens]
+
+
 def test_routers_spread_the_load():
     for router in ("round-robin", "least-work", "slo"):
         result = simulate(requests(60, rate=12.0), config("none", replicas=4, router=router))
