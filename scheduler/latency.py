@@ -219,7 +219,8 @@ class LatencyModel(Latency):
     verify: StepCost
     overhead_s: float = 0.0
     source: str = "default"
-    draft_first: StepCost | None = None  # the first draft step with what is around it; None = like the others
+    draft_first: StepCost | None = None
+    """The first draft step with what is around it, without reading contexts; None = like the others."""
 
     @overload
     def verify_s(self, tokens: float, context: Context = ...) -> float: ...
@@ -236,7 +237,7 @@ class LatencyModel(Latency):
     def draft_start_s(self, n: int, context: Context = NO_CONTEXT) -> float:
         if self.draft_first is None:
             return 0.0
-        return max(0.0, _one(self.draft_first, n, context) - self.draft_step_s(n, context))
+        return max(0.0, _one(self.draft_first, n, NO_CONTEXT) - self.draft_step_s(n))
 
     def other_s(self) -> float:
         return self.overhead_s

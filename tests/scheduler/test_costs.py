@@ -471,3 +471,13 @@ def test_a_first_step_that_was_learned_to_cost_nothing_is_no_start(learned: Forw
     for _ in range(200):
         first.observe(4, 0.0, 3e-3)
     assert first.seconds(4) == pytest.approx(3e-3, rel=0.1)
+
+
+def test_what_a_draft_takes_is_the_same_for_a_start_and_for_who_learns_from_it() -> None:
+    """A first step that was learned leaves out what it reads of contexts: that is added as for later ones."""
+    start = LatencyModel(
+        ForwardCost(1e-3, per_context_s=1e-6), ForwardCost(10e-3), draft_first=ForwardCost(3e-3)
+    )
+    long = Context(8192.0)
+    assert start.draft_s(1, 3, 1, long) == pytest.approx(3e-3 + 2 * 1e-3 + 3 * 8192e-6)
+    assert LearnedCosts(start).draft_s(1, 3, 1, long) == pytest.approx(start.draft_s(1, 3, 1, long))
