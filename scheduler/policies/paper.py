@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from adaserve.scheduler.interface import (
     CandidateTrees,
@@ -87,6 +88,11 @@ class EqualGreedyPolicy(AdaServePolicy):
     """The same number of nodes for every request, its best ones."""
 
     slo_aware = False
+
+    def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
+        """Nothing is drafted where a share has room for the root alone."""
+        shape = super().shape(running, cap, now_s)
+        return shape if shape.n_max else replace(shape, draft=Draft(0))
 
     def _n_max(self, n: int, B: int) -> int:
         return max(0, B // n - 1)

@@ -159,6 +159,13 @@ def test_need_follows_the_paper():
     assert plan.need[0] == pytest.approx((2.0 + plan.t_spec_s) / 0.05 - 30)
 
 
+def test_nothing_is_drafted_for_equal_shares_of_a_root():
+    """15 tokens for ten requests are one for each, so no candidate could be verified."""
+    depths = [build_policy("equal-greedy", PolicyConfig(budget=b)).plan(running(10), 1.0).draft.depth
+              for b in (15, 19, 20, 40)]  # fmt: skip
+    assert depths[:2] == [0, 0] and min(depths[2:]) > 0
+
+
 def test_shape_rules_of_both_papers():
     def artifact(n: int) -> tuple[int, int]:  # Llama-70B: D 4..8, W 3, B1 512, B2 96
         return eurosys_shape(n, B1=512, B2=96, c1=0, c2=0, d=(4, 8), w_max=3)
