@@ -112,6 +112,7 @@ MODULES = {
         "result_copies",
         "accept_rates",
         "request_ends",
+        "begun_answers",
         "replayed_answers",
         "internal_state",
         "load_reports",
