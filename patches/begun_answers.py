@@ -1,7 +1,11 @@
-"""An answer that has begun is not turned away.
+"""An answer that has begun is not turned away, and ends in its place behind its own tokens.
 
 Why: SGLang puts a request whose KV slots it takes back into the queue again. Where that is full
 (``--max-queued-requests``), it answers like to one that has just come: with 503, in the middle of the text.
+
+Of a request that ends while it waits SGLang tells the HTTP process alone. The detokenizer keeps what
+it knows of its text by its id, and whoever sends this id next gets an answer that begins with the end of its
+own prompt. The books miss it as well: that the server gave it up, for want of memory or of time.
 """
 
 from __future__ import annotations
@@ -13,11 +17,13 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.identity import is_ours
 from adaserve.patches import hook
+from adaserve.patches.served_worker import worker_of
 
 
 def register() -> None:
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     hook(f"{scheduler}._abort_on_queued_limit", _refused, HookType.AROUND)
+    hook(f"{scheduler}.send_abort_output", _ended, HookType.AROUND)
 
 
 def _refused(original: Callable[[Any, Any], bool], self: Any, recv_req: Any) -> bool:
@@ -25,3 +31,20 @@ def _refused(original: Callable[[Any, Any], bool], self: Any, recv_req: Any) -> 
     if recv_req.retraction_count and is_ours(self.spec_algorithm):
         return False
     return original(self, recv_req)
+
+
+def _ended(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -> None:
+    """``req``: SGLang's ``Req``; or what came of one that was never taken in, and has no tokens."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    worker = worker_of(self)
+    if worker is None or not getattr(req, "output_ids", None):
+        return original(self, abort_req, req)
+    worker.ended_early(req.rid, holds_row=False)  # if it gave up its slots just now
+    said = abort_req.finished_reason or {}
+    req.to_finish, req.finished_reason = (
+        None,
+        req.finished_reason
+        or FINISH_ABORT(said.get("message"), said.get("status_code"), said.get("err_type")),
+    )
+    self.output_streamer.stream_output([req], req.return_logprob)

@@ -172,7 +172,7 @@ class SLOLedger:
         return FinishedRequest(
             slo=self.slo(req),
             ttft_s=first_s - started_s if first_s and started_s else None,
-            tpot_s=(last_s - first_s) / (tokens - 1) if tokens > 1 and first_s else None,
+            tpot_s=(last_s - first_s) / (tokens - 1) if tokens > 1 and first_s and last_s else None,
             predicted_tpot_s=predicted_s,
             output_tokens=tokens,
             failed=failed,
@@ -184,7 +184,7 @@ class SLOLedger:
 
 
 def _last_s(req: Any) -> float:
-    """When the last token was there; 0 = never."""
+    """When the last token was there; 0 = never, or not known of one that has ended while it waited again."""
     # A retraction resets both; a request may end in the prefill that follows.
     times = req.time_stats
     return float(max(times.last_decode_finish_time, times.last_prefill_finished_time))

@@ -76,6 +76,7 @@ TARGETS = {
     f"{MANAGERS}.scheduler.Scheduler.init_load_inquirer": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.publish_load_snapshot": ["self", "force"],
     f"{MANAGERS}.scheduler.Scheduler._abort_on_queued_limit": ["self", "recv_req"],
+    f"{MANAGERS}.scheduler.Scheduler.send_abort_output": ["self", "abort_req", "req"],
     f"{MANAGERS}.scheduler.Scheduler._poll_timeout_aborts": ["self"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._validate_one_request": ["self", "obj", "input_ids"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.open_session": ["self", "obj", "request"],

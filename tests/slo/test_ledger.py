@@ -114,6 +114,15 @@ def test_a_request_that_ends_in_the_prefill_after_its_retraction() -> None:
     assert reasons(books) == ["it was retracted once: the KV cache was full"]
 
 
+def test_a_request_that_ends_while_it_waits_again_has_failed_and_has_no_tpot() -> None:
+    """A retraction resets the times of its tokens: their mean would lie far below zero."""
+    books = ledger()
+    gone = {"last_decode_finish_time": 0.0, "last_prefill_finished_time": 0.0, "retraction_count": 1}
+    report = books.close(Req(finished_reason=FINISH_ABORT(503), **gone))
+    assert report["tpot_ms"] is None and report["met"] is False
+    assert (counted(books)["requests"], counted(books)["failed"]) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("status", "requests", "failed"), [(None, 0, 0), (400, 0, 0), (500, 1, 1), (503, 1, 1)]
 )
