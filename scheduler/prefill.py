@@ -164,8 +164,8 @@ def least_chunk(sizes: IntArray, seconds: FloatArray, waste: float = 1.15) -> in
 
 
 def tpot_to_meet_s(tpot_slo_s: float, most_tokens: int) -> float:
-    """The TPOT SLO of a request, inf where none is stated: an answer of one token has no TPOT."""
-    return math.inf if most_tokens == 1 else tpot_slo_s
+    """The TPOT SLO of a request, inf where none is stated: an answer of one token or none has no TPOT."""
+    return math.inf if most_tokens <= 1 else tpot_slo_s
 
 
 def first_token_due_s(arrival_s: Numbers, ttft_slo_s: Numbers, otherwise_s: float) -> Numbers:

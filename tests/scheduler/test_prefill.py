@@ -478,6 +478,7 @@ def test_with_nobody_running_one_prompt_starts_and_the_others_are_judged_by_it()
 def test_an_answer_of_one_token_has_no_tpot():
     assert tpot_to_meet_s(0.02, 2) == 0.02
     assert tpot_to_meet_s(0.02, 1) == tpot_to_meet_s(math.inf, 2) == math.inf
+    assert tpot_to_meet_s(0.02, 0) == math.inf, "a score, or what SGLang reads before several answers"
 
 
 def test_nothing_is_prefilled_while_all_are_held():
