@@ -24,7 +24,9 @@ def _ended(_: None, self: Any, *__: Any, **___: Any) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
     tokens = (self.sampling_params.custom_params or {}).get(ANSWER_TOKENS)
-    if type(tokens) is int and 0 < tokens <= len(self.output_ids) and not self.finished():
+    if type(tokens) is not int or not 0 < tokens <= len(self.output_ids):
+        return
+    # A verification can accept tokens after the end, as after a stop token, and another end among them.
+    if not self.finished() or (self.finished_len or 0) > tokens:
         self.finished_reason = FINISH_MATCHED_TOKEN(matched=self.output_ids[tokens - 1])
-        # A verification can accept tokens after the end, as after a stop token.
         self.finished_len = tokens

@@ -37,6 +37,13 @@ def test_the_bound_ends_it_before() -> None:
     assert ended([1, 3, 3], 6, max_tokens=4) == ({"type": "length", "length": 4}, 4)
 
 
+@pytest.mark.parametrize("max_tokens", [6, 7, 8])
+def test_the_first_end_counts_of_those_that_come_at_once(max_tokens: int) -> None:
+    """Whoever decodes token by token ends at the sixth, whatever the bound behind it."""
+    reason, tokens = ended([5, 4], 6, max_tokens)
+    assert tokens == 6 and (max_tokens == 6 or reason["type"] == "stop")
+
+
 @pytest.mark.parametrize("answer_tokens", [None, 0, -3, "3", 3.5, True, [3]])
 def test_other_requests_go_on(answer_tokens: Any) -> None:
     assert ended([1, 3, 3], answer_tokens) == (None, 7)
