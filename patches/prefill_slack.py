@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -49,7 +51,8 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     spare = _spare_slots(self, running_batch)
     if not _something_waits(self, running_batch) or spare <= 0:
         return original(self, running_batch)
-    load = replace(load_of(self, worker), running=_decoding(self, running_batch))
+    first = _by_priority(self)
+    load = replace(load_of(self, worker), running=_decoding(self, running_batch), first=first)
     plan = worker.prefill.plan(load, time.perf_counter())
     if plan.tokens == 0:
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
@@ -131,6 +134,19 @@ def _spare_slots(scheduler: Any, running_batch: Any) -> float:
     free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
     decoding = running_batch.new_tokens_required_next_decode() if running_batch.reqs else 0
     return float(free - decoding - left)
+
+
+def _by_priority(scheduler: Any) -> int | None:
+    """Where SGLang serves by priorities, puts the prompts of the highest one that waits at the beginning of
+    the queue, and says how many may start; None = all. A retracted request waits for nobody."""
+    queue = scheduler.waiting_queue
+    if not queue or not scheduler.enable_priority_scheduling:
+        return None
+    sign = 1 if scheduler.schedule_low_priority_values_first else -1
+    best = min(sign * req.priority for req in queue)
+    may = [sign * req.priority == best or bool(req.output_ids) for req in queue]
+    scheduler.waiting_queue = [*compress(queue, may), *compress(queue, map(not_, may))]
+    return sum(may)
 
 
 def _line_up(scheduler: Any, order: list[int]) -> list[Any]:

@@ -23,6 +23,8 @@ class Load:
     slots: int  # requests that may run at the same time
     most_tokens: int  # of a prefill
     paced: bool  # whether prefills are paced
+    first: int | None = None
+    """How many of the queue, from its beginning on, may start before all others; None = nobody goes first."""
 
     @property
     def joining(self) -> int:

@@ -160,7 +160,8 @@ class PrefillPacer:
         """The pressure foresees one request more than those that are looked at."""
         started = [] if load.started is None else [load.started]
         every = [self._aim(req) for req in (*started, *load.waiting)]
-        picked, turns = self._looked_at(load.waiting, every[len(started) :], now_s)
+        queued = every[len(started) :]
+        picked, turns = self._looked_at(load.waiting[: load.first], queued[: load.first], now_s)
         waiting = [*started, *(load.waiting[i] for i in picked)]
         aims = [*every[: len(started)], *picked.values()]
         places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)

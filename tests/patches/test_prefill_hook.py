@@ -57,6 +57,7 @@ class Request:
         self.kv = SimpleNamespace(req_pool_idx=slot)
         self.sampling_params = SimpleNamespace(max_new_tokens=200, top_k=1, temperature=1.0)
         self.grammar = self.custom_logit_processor = self.to_finish = None
+        self.priority = 0
         self.full_untruncated_fill_ids, self.prefix_len = [1] * prompt, 0
 
     @property
@@ -95,7 +96,7 @@ def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaser
         "draft_worker": SimpleNamespace(prefill=paced, policies=policies),
         "chunked_req": None, "waiting_queue": waiting, "running_batch": NOBODY, "max_running_requests": 64,
         "chunked_prefill_size": 256, "max_prefill_tokens": 4096, "truncation_align_size": None,
-        "enable_priority_scheduling": False,
+        "enable_priority_scheduling": False, "schedule_low_priority_values_first": False,
         "policy": SimpleNamespace(policy=CacheAgnosticPolicy.FCFS), "_reqs_finishing_inflight": lambda _: [],
         "token_to_kv_pool_allocator": SimpleNamespace(available_size=lambda: 1000),
         "tree_cache": SimpleNamespace(evictable_size=lambda: 0),
@@ -357,6 +358,28 @@ def test_a_long_queue_of_lost_prompts_hides_nobody() -> None:
 
     assert offered(0.500)[:3] == ["lost0", "fresh", "lost1"], "the first has waited far too long"
     assert offered(0.040) == ["lost0"], "and costs too much for more than one"
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+def test_the_highest_priority_starts_first_where_sglang_serves_by_it(low_first: bool) -> None:
+    """However many came before it, more than a decision looks at; and the gate opens for it first."""
+    queue = [Request(f"old{i}", prompt=20, age_s=9 - 0.01 * i) for i in range(200)]
+    high, back = Request("high", prompt=20), Request("back", prompt=20)
+    high.priority, back.output_ids = -5 if low_first else 5, [1]
+    queue = [*queue, high, back]
+    settings = {"enable_priority_scheduling": True, "schedule_low_priority_values_first": low_first}
+
+    def offered(slo_s: float, queue: list[Request], **more: bool) -> list[str]:
+        sched, seen = scheduler(full(slo_s), list(queue), **more), list[str]()
+        _paced(lambda s, _: seen.extend(r.rid for r in s.waiting_queue), sched, TWO)
+        assert sorted(r.rid for r in sched.waiting_queue) == sorted(r.rid for r in queue), "nobody was lost"
+        return seen
+
+    for slo_s in (0.500, 0.100):
+        assert offered(slo_s, queue, **settings) == ["high", "back"], "who was retracted waits for nobody"
+    assert "old0" in offered(0.500, queue), "without priorities it has to share"
+    alone = [r for r in queue if r is not high]
+    assert offered(0.500, alone, **settings)[:2] == ["old0", "old1"]
 
 
 @pytest.mark.parametrize("config", [{}, {"prefill_lost_interval_ms": 0.0}])
