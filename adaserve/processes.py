@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,17 +17,20 @@ _ARGUMENTS = "multi_tokenizer_args_"
 """What a server of several HTTP processes tells them when they start: its flags, the keys among them."""
 _STARTED_S = 600.0
 """A server has started by then, so that all of its processes that need such a file have mapped it."""
+_ROUNDED_S = 2.0
+"""The kernel tells in whole seconds when it was started, and when a process was follows from that."""
 
 
 def end_children(pid: int) -> None:
     """Kills what a process started, and removes the shared memory that this leaves behind."""
-    children = psutil.Process(pid).children(recursive=True)
+    process = psutil.Process(pid)
+    started_s, children = process.create_time(), process.children(recursive=True)
     shared = {path for p in children for path in shared_memory(p.pid)} | shared_memory(pid)
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(children, timeout=5.0)
-    remove(shared)
+    remove(left_behind(shared, started_s))
 
 
 def family(leader: int) -> list[psutil.Process]:
@@ -53,6 +57,15 @@ def shared_memory(pid: int) -> set[Path]:
     return named
 
 
+def left_behind(shared: Iterable[Path], started_s: float) -> set[Path]:
+    """Those of these files that were made for a server which was started at ``started_s``, epoch seconds.
+
+    People keep other things in shared memory, where they load fast: models, which are mapped while they are
+    loaded, Python's packages, or the cache. They lie in folders, or were there before the server."""
+    own = {path for path in shared if path.parent == Path(_SHARED)}
+    return {path for path in own if path.match(_LOADS) or _changed_s(path) > started_s - _ROUNDED_S}
+
+
 def remove_leftovers(folder: Path = Path(_SHARED)) -> None:
     """Removes what servers that were killed have left in shared memory: files that nobody has mapped."""
     there = {path for path in folder.glob(_LOADS) if _age_s(path) > _STARTED_S}
@@ -63,6 +76,14 @@ def _age_s(path: Path) -> float:
     try:
         return time.time() - path.stat().st_mtime
     except OSError:  # its server has just ended
+        return 0.0
+
+
+def _changed_s(path: Path) -> float:
+    """Unlike the time of the last change of contents, nobody can set this one."""
+    try:
+        return path.stat().st_ctime
+    except OSError:  # it is gone
         return 0.0
 
 

@@ -27,7 +27,7 @@ from adaserve.lifetime import PARENT_ENV, WHERE_SIGNAL
 from adaserve.pair.shape import parse_size
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.ports import why_not_free
-from adaserve.processes import family, remove, shared_memory
+from adaserve.processes import family, left_behind, remove, shared_memory
 from adaserve.redaction import without_secrets
 
 START_TIMEOUT_S = 600.0
@@ -258,6 +258,7 @@ class ServerProcess:
         self.url = spec.url
         self._env = {**spec.environment(), **(env or {})}
         self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0  # epoch
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -273,6 +274,7 @@ class ServerProcess:
         after ``limit_s``."""
         require_free(self.spec.host, self.spec.port)
         command = self.spec.command()
+        self._started_s = time.time()
         with self.log.open("wb") as log:
             log.write(f"$ {shlex.join(without_secrets(command))}\n".encode())
             log.flush()
@@ -353,7 +355,7 @@ class ServerProcess:
             p.kill()
         psutil.wait_procs(alive, timeout=5.0)
         process.wait()
-        remove(shared)
+        remove(left_behind(shared, self._started_s))
         self._process = None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +63,22 @@ def test_a_server_that_ends_leaves_no_shared_memory(tmp_path: Path) -> None:
         assert done.returncode == 0 and not shared.exists()
     finally:
         shared.unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_a_model_in_shared_memory_outlives_the_server(tmp_path: Path) -> None:
+    """People keep models there, since they load fast; whoever reads one has its file mapped."""
+    (tmp_path / "starting.py").write_text(ENDING)
+    folder = Path(f"/dev/shm/adaserve-test-{os.getpid()}")
+    folder.mkdir()
+    weights = folder / "model.safetensors"
+    try:
+        weights.write_bytes(bytes(9))
+        command = [sys.executable, "-m", "adaserve.launch", "starting", str(weights)]
+        assert subprocess.run(command, cwd=tmp_path, timeout=60, check=False).returncode == 0
+        assert weights.exists()
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_settings_that_cannot_be_served_are_said_in_one_line(tmp_path: Path) -> None:

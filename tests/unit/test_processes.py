@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaserve.processes import remove_leftovers
+from adaserve.processes import left_behind, remove_leftovers
 
 HOLD = (
     "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 9); print(flush=True); input()"
@@ -39,3 +39,22 @@ def test_shared_memory_that_nobody_has_any_more_is_removed() -> None:
         process.communicate()
         for path in (old, held, new, other):
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_what_a_server_has_not_made_is_not_left_behind() -> None:
+    folder = Path(f"/dev/shm/adaserve-test-{os.getpid()}-folder")
+    folder.mkdir()
+    made, inside = Path(f"/dev/shm/adaserve-test-{os.getpid()}"), folder / "model.safetensors"
+    loads = Path(f"/dev/shm/sglang_loads_test{os.getpid()}.shm")
+    gone = Path(f"/dev/shm/adaserve-test-{os.getpid()} (deleted)")
+    try:
+        for path in (made, inside, loads):
+            path.write_bytes(bytes(9))
+        every = {made, inside, loads, gone}
+        assert left_behind(every, time.time()) == {made, loads}
+        assert left_behind(every, time.time() + 60.0) == {loads}, "the server came later"
+    finally:
+        for path in (made, inside, loads):
+            path.unlink(missing_ok=True)
+        folder.rmdir()
