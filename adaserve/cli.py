@@ -27,6 +27,7 @@ from adaserve.commands import Commands, fail, new_file, new_folder, say
 from adaserve.cores import short_spins
 from adaserve.fleet.cli import app as fleet
 from adaserve.learning.cli import app as draft
+from adaserve.lifetime import die_with_parent
 from adaserve.loadgen import cli as loadgen
 from adaserve.options import (
     Budget,
@@ -301,6 +302,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    die_with_parent()  # a replica of a fleet, which becomes a server only after seconds, or minutes
     try:
         app()
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 
 PARENT_ENV = "ADASERVE_PARENT"
 """Process id of the command that started a server, a router or a load test."""
@@ -19,12 +20,27 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Makes Linux end this process when the command that started it is gone.
+    """Makes Linux end this process when the command that started it is gone, or ends it now where that has
+    happened already: a server takes seconds to get here, and a replica minutes the first time.
 
     For the server's first process only: SGLang lets its own children follow it.
     """
-    if sys.platform == "linux" and os.environ.get(PARENT_ENV) == str(os.getppid()):
+    started_by = os.environ.get(PARENT_ENV)
+    if sys.platform != "linux" or started_by is None:
+        return
+    if started_by == str(os.getppid()):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if not _is_there(started_by):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_there(pid: str) -> bool:
+    """Whether a process runs, and is not only waited for."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return not Path("/proc/self/stat").exists()  # nobody can tell
+    return state not in "ZX"
 
 
 def heed_where_signal() -> None:

@@ -43,6 +43,30 @@ def test_a_server_ends_with_the_command_that_started_it(started_by: str) -> None
     assert ended == (started_by == "{pid}")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+@pytest.mark.parametrize("waited_for", [True, False])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-c", "import adaserve.lifetime as l; l.die_with_parent(); print('up', flush=True)"),
+        ("-m", "adaserve.cli", "serve", "--model-path", "/nowhere"),
+    ],
+)
+def test_a_server_does_not_outlive_a_command_that_ended_before_it_was_heeded(
+    command: tuple[str, ...], waited_for: bool
+) -> None:
+    """As a replica's command does that still looks for its model, or prepares it."""
+    parent = subprocess.Popen([sys.executable, "-c", ""])
+    if waited_for:
+        parent.wait()
+    else:  # a zombie, until this process asks for it
+        os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
+    env = {**os.environ, PARENT_ENV: str(parent.pid)}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, timeout=60, check=False)
+    parent.wait()
+    assert done.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and not done.stdout, done
+
+
 @pytest.mark.parametrize("started_by_us", [True, False])
 def test_the_signal_is_ours_in_servers_alone(started_by_us: bool) -> None:
     """A program that embeds SGLang's engine may use it."""
