@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,8 @@ class Learner:
         """For comparison, from the next iteration on: the "first" draft, while nothing is recorded but the
         trainer goes on with what it has; or the present one "held", while the trainer waits, too. "present"
         ends both."""
+        if self._offer is not None:
+            wait([self._offer.ready])  # it is read into the weights that would change under it
         if name == "first" and self._learned is None:
             self._learned = self._serving()
             self._exchange(self._first)
@@ -116,7 +118,7 @@ class Learner:
             self.state.trainer = gone if self.link.ring is None else "starting"
         elif self.link.is_over:  # also where none could be started
             self.state.trainer = "ended"
-        if self._offer is not None and self._offer.ready.done():
+        if self._offer is not None and not self._held and self._offer.ready.done():
             self._swap(self._offer)
         self._report()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -77,3 +78,45 @@ def test_a_candidate_is_read_beside_the_iterations(monkeypatch: pytest.MonkeyPat
     shared[: len(file)] = bytes(len(file))  # by the trainer's next candidate
     assert bytes(kept) == file, "for a trainer that starts again"
     assert all(torch.equal(tensors[name], t) and tensors[name].dtype == t.dtype for name, t in state.items())
+
+
+def compared(ready: Future[Any], exchanged: list[Any]) -> Any:
+    """A learner whose candidate is being made ready."""
+    learner: Any = Learner.__new__(Learner)
+    learner.state, learner._before, learner._held = DraftLearning(trainer="running"), (0, 0, 0), False
+    learner.link = SimpleNamespace(look=lambda *_: [], ring=1, is_over=False, cpu_s=0.0, say=lambda _: None)
+    learner._looked_s, learner._learned, learner._present = 0.0, None, None
+    learner._first = SimpleNamespace(sharpening=DraftSharpening((0.0, 1.0), (0.5, 1.0)))
+    learner._serving = lambda: "the present one"
+    learner._exchange = exchanged.append
+    learner._offer = _Offer(Candidate(7, 0, 1.5, 1.4, Correction()), ready)
+    learner._tap = SimpleNamespace(ring=1, recorded=0, dropped=0, pauses=False)
+    learner._stats = SimpleNamespace(learned=lambda _: None)
+    return learner
+
+
+def test_a_draft_that_is_held_stays_as_it_is() -> None:
+    """A candidate that was on its way waits as well: what is compared would change in the middle."""
+    ready: Future[Any] = Future()
+    ready.set_result(("weights", "file"))
+    exchanged: list[Any] = []
+    learner = compared(ready, exchanged)
+    learner.serve("held")
+    learner.look([], 1.0)
+    assert not exchanged and learner.state.swaps == 0
+    learner.serve("present")
+    learner.look([], 2.0)
+    assert len(exchanged) == 1 and learner.state.swaps == 1
+
+
+def test_no_draft_is_exchanged_while_a_candidate_is_read_into_it() -> None:
+    """Its layers would be packed from two drafts."""
+    ready: Future[Any] = Future()
+    read = []
+    learner = compared(ready, [])
+    learner._exchange = lambda _: read.append(ready.done())
+    later = threading.Timer(0.2, ready.set_result, ((None, None),))
+    later.start()
+    learner.serve("first")
+    later.join()
+    assert read == [True]
