@@ -60,6 +60,10 @@ def _of_ranks(args: Any, config: AdaServeConfig) -> Refusals:
         args.tp_size > 1 and config.prefill == "slack",
         "tensor-parallel ranks must prefill alike, and not by the clock: remove --adaserve-prefill slack",
     )
+    yield (
+        config.learn and args.dp_size > 1,
+        "drafts learn from the requests of a single rank: use --dp-size 1, or leave --learn out",
+    )
     yield args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"
     yield (
         args.attn_dp_size > 1,  # SGLang makes this of --enable-dp-attention

@@ -88,6 +88,15 @@ def test_data_parallel_ranks_on_a_cpu_need_cores_of_their_own(monkeypatch: pytes
     refuse_unsupported(arguments(**many), config)
 
 
+def test_a_draft_learns_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would have a trainer of its own, and one folder would seem to be another server's."""
+    monkeypatch.setenv(CORES_ENV, "0|1")
+    refuse_unsupported(arguments(dp_size=2), AdaServeConfig())
+    refuse_unsupported(arguments(), AdaServeConfig(learn=True))
+    with pytest.raises(ValueError, match="of a single rank: use --dp-size 1, or leave --learn out"):
+        refuse_unsupported(arguments(dp_size=2), AdaServeConfig(learn=True))
+
+
 def test_a_draft_model_without_a_use_is_refused() -> None:
     with pytest.raises(ValueError, match="remove --speculative-draft-model-path"):
         refuse_unsupported(arguments(), AdaServeConfig(drafts="suffix"))
