@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.checked import shown
+from adaserve.files import write_whole
 from adaserve.scheduler.interface import FloatArray
 from adaserve.scheduler.latency import SCHEMA_VERSION, ProfileError, overhead_of
 
@@ -43,7 +44,8 @@ class Profile:
             "verify_points": _points_out(self.verify, "tokens"),
             "overhead_s": self.overhead_s,
         }
-        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        # A server that starts meanwhile reads the earlier one or this one, and a full disk costs neither.
+        write_whole(path, (json.dumps(body, indent=1) + "\n").encode())
 
 
 def _points_out(points: FloatArray, axis: str) -> list[dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 
 import numpy as np
@@ -100,6 +101,19 @@ class TestLatency:
         profile.save(tmp_path / "p.json")
         back = load_profile(tmp_path / "p.json")
         assert np.array_equal(back.verify, profile.verify) and back.meta["device"] == "d"
+
+    def test_a_profile_that_finds_no_room_leaves_the_earlier_one(self, tmp_path):
+        """It took minutes to measure, and servers that start meanwhile read it."""
+        path = tmp_path / "p.json"
+        Profile(points(ForwardCost(0.1)), points(ForwardCost(0.2))).save(path)
+        earlier, room = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(earlier) // 2, room[1]))  # as on a full disk
+        try:
+            with pytest.raises(OSError):
+                Profile(points(ForwardCost(0.3)), points(ForwardCost(0.4))).save(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, room)
+        assert path.read_bytes() == earlier
 
     @pytest.mark.parametrize(
         ("change", "message"),
