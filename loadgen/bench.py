@@ -30,6 +30,7 @@ from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.results import (
     COMMAND_VARIABLE,
+    CONFIG,
     HEADERS_VARIABLE,
     KILLED,
     check_results_dir,
@@ -68,7 +69,7 @@ def run_bench(
     if processes > (cores := os.cpu_count() or 1):
         console.print(f"[yellow]{processes} processes share {cores} cores: requests may leave late[/yellow]")
     make_results_dir(out)
-    config.save(out / "config.yaml")
+    config.save(out / CONFIG)
     code = _run_locust(out, schedule, processes, console, secret_headers(config.server))
     try:
         summary = _summary(out, config, schedule, KILLED if code is not None else INTERRUPTED)
@@ -105,7 +106,7 @@ def why_not_loaded() -> str | None:
 
 def _command(out: Path, processes: int) -> list[str]:
     command = [*_LOCUST, "--headless", "--only-summary", "--skip-log-setup"]
-    command += ["--bench-config", str(out / "config.yaml"), "--results", str(out), "--bench-checked"]
+    command += ["--bench-config", str(out / CONFIG), "--results", str(out), "--bench-checked"]
     if processes > 1:
         # Not at Locust's usual port, of which a host has one, and out of other machines' reach.
         port = str(free_port())

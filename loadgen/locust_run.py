@@ -26,6 +26,7 @@ from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.recorder import LogHistogram, Recorder
 from adaserve.loadgen.results import (
+    CONFIG,
     check_results_dir,
     make_results_dir,
     provenance,
@@ -108,9 +109,10 @@ class LocalRun:
             check_results_dir(self.out)
             self.config = preflight(self.config)
         schedule = self._schedule = build_schedule(self.config)
-        make_results_dir(self.out)
+        if not self._checked:  # else the caller has made it
+            make_results_dir(self.out)
         self.recorder = Recorder(self.out, len(schedule))
-        _without_paths(self.config).save(self.out / "config.yaml")
+        _without_paths(self.config).save(self.out / CONFIG)
         write_json(self.out / "env.json", provenance())
         self._before = scrape(self.config.server)
         logger.info(

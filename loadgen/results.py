@@ -17,6 +17,8 @@ from adaserve.host import describe_host
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.slo.metrics import PREDICTED, RequestRecord, read_records, summarize
 
+CONFIG = "config.yaml"
+"""The first file of a results folder."""
 KILLED = "the load generator was killed"
 """Why a run is not valid when something other than its user ended it."""
 COMMAND_VARIABLE = "ADASERVE_BENCH_COMMAND"
@@ -43,9 +45,13 @@ def check_results_dir(out: Path) -> None:
 
 
 def make_results_dir(out: Path) -> None:
-    """Creates the folder of a run. Raises LoadgenError."""
+    """Creates the folder of a run, which is the run's alone from then on: two load tests that begin in the
+    same second choose the same name. Raises LoadgenError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        (out / CONFIG).touch(exist_ok=False)
+    except FileExistsError as e:
+        raise LoadgenError(why_not_new(out) or f"{out} is another run's: give another folder") from e
     except OSError as e:
         raise LoadgenError(f"cannot write the results to {out} ({e.strerror}): give another folder") from e
 

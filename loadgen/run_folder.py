@@ -15,7 +15,7 @@ import numpy.typing as npt
 import yaml
 
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
-from adaserve.loadgen.results import is_amount, iter_records
+from adaserve.loadgen.results import CONFIG, is_amount, iter_records
 from adaserve.loadgen.verdicts import Verdicts, compare
 from adaserve.slo.metrics import PLAYED, RequestRecord, summarize
 
@@ -140,7 +140,7 @@ def _planned_warmup_s(folder: Path) -> Any:
 
 def _config_of_the_run(folder: Path) -> str:
     try:
-        return (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        return (folder / CONFIG).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "not recorded"
 

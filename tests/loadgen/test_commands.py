@@ -32,7 +32,7 @@ from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.protocol import parse_event, slo_headers
 from adaserve.loadgen.report import build_charts, group_runs, write_report
-from adaserve.loadgen.results import iter_records
+from adaserve.loadgen.results import iter_records, make_results_dir
 from adaserve.loadgen.run_folder import default_label, read_run
 from adaserve.loadgen.schedule import PlannedRequest, build_schedule
 from adaserve.loadgen.verdicts import compare
@@ -282,6 +282,23 @@ def test_what_locust_said_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     form = "[2026-11-27 09:30:08,198] {} locust.main: {}\n"
     log = form.format("ERROR", "no") + "".join(form.format("INFO", f"- statistics {i}") for i in range(9))
     assert bench_module._tail(log) == form.format("ERROR", "no").strip()
+
+
+def test_two_load_tests_that_begin_together_do_not_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have found that it is free: their names are those of the second in which they were started."""
+    out = tmp_path / "results" / "r"
+
+    def another_one_begins(config: BenchConfig) -> BenchConfig:
+        make_results_dir(out)
+        (out / "requests.jsonl").write_text("its records")
+        return config
+
+    monkeypatch.setattr(bench_module, "preflight", another_one_begins)
+    with pytest.raises(LoadgenError, match=r"results/r is not empty: give another folder"):
+        run_bench(BenchConfig(baseline_ms=20, duration_s=20), out, console=Console(quiet=True))
+    assert (out / "requests.jsonl").read_text() == "its records"
 
 
 def finished(out: Path) -> int:
