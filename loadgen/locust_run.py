@@ -17,7 +17,7 @@ from typing import Any
 import gevent
 from gevent.event import Event
 from locust.env import Environment
-from locust.runners import MasterRunner, WorkerRunner
+from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
 
 from adaserve.files import write_json
 from adaserve.loadgen.config import BenchConfig, Endpoint
@@ -207,7 +207,7 @@ class MasterRun(LocalRun):
 
     def start(self) -> None:
         schedule = self._prepare()
-        workers = [c.id for c in self.runner.clients.all]
+        workers = self._alive()
         self._waiting = {client: index for index, client in enumerate(workers)}
         ticker = gevent.spawn(self._tick)
         try:
@@ -243,12 +243,16 @@ class MasterRun(LocalRun):
 
     def _wait_for_workers(self) -> None:
         while not self._all_done.wait(1.0):
-            alive = {c.id for c in self.runner.clients.all if c.state != "missing"}
-            for client in set(self._waiting) - alive:
+            alive = self._alive()
+            for client in self._waiting.keys() - alive:
                 self.reasons.append("a worker was lost: its requests are missing")
                 del self._waiting[client]
             if not self._waiting:
                 return
+
+    def _alive(self) -> list[str]:
+        """Locust remembers a worker that it has lost for another minute."""
+        return [c.id for c in self.runner.clients.all if c.state != STATE_MISSING]
 
     def on_ready(self, client: str) -> None:
         self._ready.add(client)
