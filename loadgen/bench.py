@@ -210,12 +210,14 @@ def _note(data: Mapping[str, Any]) -> str:
 
 def _summary(out: Path, config: BenchConfig, schedule: Schedule, why_not: str) -> dict[str, Any] | None:
     """The summary that Locust wrote, or one made from the records, of a run that is not valid. None where
-    there are none."""
-    path = out / "summary.json"
+    there are none: then a run that was interrupted has sent nothing, whatever it has summed up."""
+    path, records = out / "summary.json", out / "requests.jsonl"
+    if why_not == INTERRUPTED and not (records.exists() and records.stat().st_size):
+        return None
     if path.exists():
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return data
-    if not (out / "requests.jsonl").exists():
+    if not records.exists():
         return None
     return write_summary(out, config.warmup_s, plan_figures(config, schedule), [why_not])
 

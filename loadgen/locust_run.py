@@ -68,12 +68,15 @@ class LocalRun:
         self._before: Samples = {}
         self._finished = False
         self._unwritten = False
+        self._stopped = False
         self._read_lag = LogHistogram()
 
     def start(self) -> None:
         """Runs to the end. Raises LoadgenError before anything is sent."""
         schedule = self._prepare()
         self._dispatcher = Dispatcher(Target(self.config.server), schedule.requests, self._record)
+        if self._stopped:  # while it was prepared
+            self._dispatcher.stop()
         ticker = gevent.spawn(self._tick)
         try:
             self._dispatcher.run(time.perf_counter() + _LEAD_S)
@@ -85,6 +88,7 @@ class LocalRun:
     def stop(self) -> None:
         """Ends the run early; what was recorded so far is kept."""
         if not self._finished:
+            self._stopped = True
             self.reasons.append(INTERRUPTED)
             self._send_no_more()
             self.done.wait(_STOP_WORKER_S)
@@ -215,6 +219,8 @@ class MasterRun(LocalRun):
                 self._send_shard(client, index, schedule.shard(index, len(workers)))
             if not self._all_ready.wait(_WORKER_WAIT_S):
                 raise LoadgenError("some workers did not take their part of the schedule in time")
+            if self._stopped:
+                return
             t0_epoch = time.time() + _LEAD_S
             for client in workers:
                 self.runner.send_message("adaserve_go", {"t0": t0_epoch}, client)
@@ -225,6 +231,7 @@ class MasterRun(LocalRun):
 
     def stop(self) -> None:
         if not self._finished:
+            self._stopped = True
             self.reasons.append(INTERRUPTED)
             self._send_no_more()
             self.done.wait(_STOP_MASTER_S)
@@ -284,7 +291,7 @@ class WorkerRun:
         self._requests: list[PlannedRequest] = []
         self._lines: list[str] = []
         self._dispatcher: Dispatcher | None = None
-        self._done = Event()
+        self._runs, self._done = False, Event()
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Takes requests, and tells the master when these are all."""
@@ -297,6 +304,7 @@ class WorkerRun:
     def go(self, t0_epoch: float) -> None:
         """Runs to the end and reports."""
         assert self._dispatcher is not None
+        self._runs = True
         flusher = gevent.spawn(self._flush_often)
         try:
             self._dispatcher.run(time.perf_counter() + t0_epoch - time.time())
@@ -310,8 +318,9 @@ class WorkerRun:
     def stop(self) -> None:
         if self._dispatcher is not None and not self._done.is_set():
             self._dispatcher.stop()
-            self._done.wait(_STOP_WORKER_S)
-            gevent.sleep(0.2)  # lets the socket send the tail before Locust closes it
+            if self._runs:  # else it ends as soon as it begins, if it does
+                self._done.wait(_STOP_WORKER_S)
+                gevent.sleep(0.2)  # lets the socket send the tail before Locust closes it
 
     def _record(self, record: RequestRecord) -> None:
         self._lines.append(record.to_json())

@@ -45,6 +45,7 @@ class Behaviour:
     key: str = ""  # wants "Authorization: Bearer <key>"
     known_classes: list[str] = field(default_factory=list)  # known classes; others get 400
     certificate: str = ""  # PEM file with key and certificate: speaks TLS
+    metrics_ms: float = 0.0  # until it says that it has no metrics
 
 
 class TimedReader(asyncio.StreamReader):
@@ -99,6 +100,8 @@ class FakeServer:
             return self.reply(writer, 401, {"error": {"message": "no key"}})
         if path == "/v1/models":
             return self.reply(writer, 200, {"data": [{"id": m} for m in self.b.models]})
+        if path == "/metrics":
+            await asyncio.sleep(self.b.metrics_ms / 1e3)
         if path not in ("/v1/completions", "/v1/chat/completions", "/generate"):
             return self.reply(writer, 404, {"error": {"message": "no such path"}})
         if self.b.status != 200:

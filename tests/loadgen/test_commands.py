@@ -177,6 +177,24 @@ def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
     assert not psutil.wait_procs(children, timeout=60)[1]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_is_interrupted_while_it_is_prepared_sends_nothing(processes: int, tmp_path: Path) -> None:
+    """A server that is slow to tell its metrics keeps it there."""
+    out = tmp_path / "r"
+    with running_fake(token_ms=5, metrics_ms=3000) as fake:
+        args = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
+        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
+        process = subprocess.Popen([*line, "--processes", str(processes)], stderr=subprocess.PIPE, text=True)
+        try:
+            wait_for((out / "env.json").exists)
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=120)[1]
+        finally:
+            process.kill()
+        assert (process.returncode, fake.log()) == (130, []), said
+    assert "Traceback" not in said
+
+
 def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
     out = tmp_path / "r"
     with running_fake(token_ms=5) as fake:
