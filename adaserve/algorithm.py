@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from adaserve.config import MOST_RUNNING, AdaServeConfig
+from adaserve.config import MOST_RUNNING, AdaServeConfig, settle_classes
 from adaserve.draft_kind import kind_at
 from adaserve.host import ATTENTION_BACKEND
 from adaserve.identity import NAME, ensure_registered
@@ -58,6 +58,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         """Refuses what cannot be served and sizes SGLang's speculative reserve. Raises ValueError."""
         ensure_registered()
         require_applied()
+        settle_classes()  # before any other process is started
         config = AdaServeConfig.load()
         refuse_unsupported(server_args, config)
         size_reserve(server_args, config)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from adaserve.scheduler.prefill import PrefillConfig
 
 ENV = "ADASERVE_CONFIG"
+CLASSES_ENV = "ADASERVE_CLASSES"
+"""What the file of SLO classes held when the server started, as JSON. Its processes look at other times: an
+HTTP worker when it is started, perhaps once more, and some at their first request."""
 PREFILLS = ("slack", "exclusive")
 DRAFTS = ("model", "self", "suffix")
 AUTO_WINDOWS = (0, 256, 64)
@@ -297,7 +300,7 @@ class AdaServeConfig(Checked):
     @field_validator("slo_config")
     @classmethod
     def _classes(cls, path: str | None) -> str | None:
-        if path is not None:
+        if path is not None and CLASSES_ENV not in os.environ:  # else it was read when the server started
             SLOConfig.load(cls._a_file(path))
         return path
 
@@ -306,7 +309,7 @@ class AdaServeConfig(Checked):
     def _measured(cls, path: str | None) -> str | None:
         from adaserve.scheduler.profile import load_profile
 
-        if path is not None:
+        if path is not None and CLASSES_ENV not in os.environ:
             load_profile(cls._a_file(path))
         return path
 
@@ -448,5 +451,15 @@ class AdaServeConfig(Checked):
 @lru_cache(maxsize=1)
 def slo_classes() -> SLOConfig:
     """The SLO classes of this process's server. Raises SLOError."""
+    if (settled := os.environ.get(CLASSES_ENV)) is not None:
+        return SLOConfig(**json.loads(settled))
     path = AdaServeConfig.load().slo_config
     return SLOConfig() if path is None else SLOConfig.load(path)
+
+
+def settle_classes() -> None:
+    """Makes what the file of SLO classes holds now those of this process and of all that it starts, whatever
+    becomes of the file. Raises ConfigError."""
+    os.environ.pop(CLASSES_ENV, None)
+    slo_classes.cache_clear()
+    os.environ[CLASSES_ENV] = slo_classes().model_dump_json()

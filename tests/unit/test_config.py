@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from adaserve.config import ENV, AdaServeConfig, ConfigError
+from adaserve.config import CLASSES_ENV, ENV, AdaServeConfig, ConfigError, settle_classes, slo_classes
+from adaserve.slo.classes import SLOConfig
 
 
 @pytest.fixture(autouse=True)
@@ -240,3 +243,45 @@ def test_a_second_draft_model_needs_a_first() -> None:
 def test_unknown_drafts(drafts: str) -> None:
     with pytest.raises(ConfigError, match="it should be model, self, suffix, model,suffix or self,suffix"):
         AdaServeConfig(drafts=drafts)
+
+
+CLASSES = """
+default_class: chat
+classes: {chat: {tpot_ms: 50, ttft_ms: 2000}, coding: {x_baseline: 1.2, target: 0.95}}
+limits: {own_ms: false, never_learn: [a1b2c3d4e5f60718]}
+"""
+
+
+@pytest.mark.parametrize("now", [None, "classes: {", "classes: {other: {tpot_ms: 9}}"])
+def test_what_starts_later_knows_the_classes_that_the_server_started_with(
+    now: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An HTTP worker may be started again at any time, and a class that it alone knows would end a scheduler
+    where that looks for it."""
+    path = tmp_path / "classes.yaml"
+    path.write_text(CLASSES)
+    monkeypatch.setenv(ENV, AdaServeConfig(slo_config=str(path)).to_json())
+    monkeypatch.setenv(CLASSES_ENV, "{}")  # of another server
+    settle_classes()
+    path.unlink() if now is None else path.write_text(now)
+    later = "from adaserve.config import slo_classes; print(slo_classes().model_dump_json())"
+    told = subprocess.run([sys.executable, "-c", later], capture_output=True, text=True, check=True).stdout
+    path.write_text(CLASSES)
+    assert SLOConfig(**json.loads(told)) == slo_classes() == SLOConfig.load(path)
+    slo_classes.cache_clear()
+
+
+def test_a_server_goes_on_without_the_files_that_it_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An HTTP worker that is started again reads its settings, and so does a change of the policy."""
+    path = tmp_path / "classes.yaml"
+    path.write_text(CLASSES)
+    monkeypatch.setenv(ENV, AdaServeConfig(slo_config=str(path)).to_json())
+    monkeypatch.setenv(CLASSES_ENV, "{}")
+    settle_classes()
+    path.unlink()
+    assert AdaServeConfig.load().changed(policy="none").slo_config == str(path)
+    with pytest.raises(ConfigError, match="there is no file"):
+        settle_classes()  # another server's start
+    slo_classes.cache_clear()
