@@ -152,9 +152,16 @@ def block_of(rows: Sequence[TraceRow], block: int, seconds: float) -> tuple[Trac
 
 
 def seconds_of_work(rows: Sequence[TraceRow], prefill: PrefillTime, token_s: float) -> float:
-    """What a request of these takes on average, when a token of output takes ``token_s``."""
-    prompt, output = (float(np.mean([getattr(r, f"{k}_tokens") for r in rows])) for k in ("prompt", "output"))
-    return prefill.ms(prompt) / 1e3 + output * token_s
+    """What a request of these takes on average, when a token of output takes ``token_s``. Turns of a
+    conversation find those before them in the cache."""
+    cached: dict[str, int] = {}
+    read = []
+    for r in rows:
+        read.append(r.prompt_tokens - cached.get(r.session_id or "", 0))
+        if r.session_id is not None:
+            cached[r.session_id] = r.prompt_tokens + r.output_tokens
+    output = float(np.mean([r.output_tokens for r in rows]))
+    return prefill.ms(float(np.mean(read))) / 1e3 + output * token_s
 
 
 def _window(workload: Workload, n: int, seed: int) -> npt.NDArray[np.int64]:

@@ -249,3 +249,11 @@ def test_blocks_cut_the_run_and_lose_nobody() -> None:
 def test_work_counts_prompts_and_outputs() -> None:
     two = [TraceRow(0.0, 100, 10), TraceRow(0.0, 300, 30)]
     assert seconds_of_work(two, PrefillTime(50.0, 1.0), 0.02) == pytest.approx(0.05 + 0.2 + 20 * 0.02)
+
+
+def test_what_a_conversation_has_said_before_is_no_work() -> None:
+    """The server has it in its prefix cache, so turns are as much work as requests of their own."""
+    turns, alone = rows(Workload(), Point(0.5, kind="sessions")), rows(Workload())
+    assert sum(r.prompt_tokens for r in turns) > 2 * sum(r.prompt_tokens for r in alone)
+    work = [seconds_of_work(found, PrefillTime(50.0, 1.0), 0.02) for found in (turns, alone)]
+    assert work[0] == pytest.approx(work[1])
