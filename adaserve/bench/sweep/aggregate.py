@@ -240,12 +240,12 @@ class Results:
         return self.outcomes.get((point, policy))
 
     def points(self) -> list[Point]:
-        """Every point of the plan that has results, axis by axis."""
+        """Every point of the plan at which one of its systems has results, axis by axis."""
         planned = (p for axis in self.plan.axes for _, p in self.plan.points(axis))
-        return [p for p in dict.fromkeys(planned) if any(q == p for q, _ in self.outcomes)]
+        return [p for p in dict.fromkeys(planned) if self.at(p)]
 
     def at(self, point: Point) -> dict[str, Outcome]:
-        """Policies at a point, in the plan's order; SGLang without speculation is not one of them."""
+        """Systems of the plan at a point, in its order; not SGLang where it only plays beside `none`."""
         names = dict.fromkeys((*self.plan.policies, *self.plan.side_policies))
         return {n: o for n in names if (o := self.get(point, n)) is not None}
 

@@ -198,7 +198,8 @@ def _peaks(results: Results) -> Any:
     here = results.at(point)
     rival = results.against_best(point, results.default)
     names = (PLAIN, rival.rival if rival else PLAIN, results.default)
-    shown = [n for n in dict.fromkeys(names) if n in here]
+    if not (shown := [n for n in dict.fromkeys(names) if n in here]):
+        return None  # they have not played it yet, or are not among its systems
     figure, axes = panels(1 + len(shown), width=4.4)
     _timeline(results, point, shown[0], axes[0], arrivals=True)
     axes[0].set(title="arrivals", ylabel="requests/s")

@@ -379,6 +379,22 @@ def test_a_sweep_that_has_hardly_begun_can_be_drawn(tmp_path: Path) -> None:
     assert "1 of " in (store.folder / "README.md").read_text()
 
 
+@pytest.mark.parametrize(("axis", "first"), [("peaks", "chain-4"), ("load", "sglang")])
+def test_a_sweep_that_ends_in_the_middle_of_a_point_can_be_drawn(
+    tmp_path: Path, axis: str, first: str
+) -> None:
+    """Systems play a block in random order: those that a figure compares may be among the last, and the first
+    one may be SGLang, which is there to be compared with `none` alone."""
+    plan = replace(PLAN, seeds=(0,), axes=("load", "peaks"), side_policies=("none", "chain-4", "priced"))
+    store = finished_sweep(tmp_path / "s", plan, tpot_ms)
+    every = list(store.finished().values())
+    there = [line for line in every if axis == "peaks" and "peaks" not in line["point"]]
+    there += [line for line in every if line not in there and line["policy"] == first][:1]
+    (store.folder / "cases.jsonl").write_text("".join(json.dumps(line) + "\n" for line in there))
+    assert "README.md" in write_all(store, None, Console(quiet=True))
+    assert f"{len(there)} of " in (store.folder / "README.md").read_text()
+
+
 def test_the_table_of_claims_is_put_between_its_marks(store, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "README.md"
     path.write_text(f"# before\n{BEGIN}\nstale\n{END}\nafter\n")
