@@ -18,7 +18,15 @@ from adaserve.bench.sweep.figures import draw_all
 from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.store import Store
-from adaserve.bench.sweep.systems import GATE, PLAIN, PUBLISHED, STOCK, is_rival, slo_aware
+from adaserve.bench.sweep.systems import (
+    GATE,
+    PLAIN,
+    PUBLISHED,
+    STOCK,
+    default_policy,
+    is_rival,
+    slo_aware,
+)
 from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
 from adaserve.bench.sweep.tuning import chosen_text
 from adaserve.bench.terminal import table
@@ -199,7 +207,7 @@ def _intro(results: Results) -> str:
         else "Requests state exactly how long the answer is, and only `priced` and the gate look at it.",
         f"Blocks of {plan.seconds:g} s of arrivals, seeds {seeds}; all systems play a block, in random",
         "order, before the next one. Prompts are held-out text whose plain continuation does not loop",
-        f"(share that passed: {loops}). By itself only `{results.default}` has our prefills and gate.",
+        f"(share that passed: {loops}). By itself only `{default_policy()}` has our prefills and gate.",
         f"Lengths, chosen on another seed: {lengths}." if lengths else "",
     )
     return " ".join(s for s in sentences if s)
@@ -222,7 +230,8 @@ def _verdict_text(results: Results) -> str:
         *(
             f"`{theirs}`, the published rules, is not among the others: {_counted(rows)}"
             for theirs in PUBLISHED
-            if (rows := [c for p in results.points() if (c := results.against(p, results.default, theirs))])
+            if theirs != results.default
+            and (rows := [c for p in results.points() if (c := results.against(p, results.default, theirs))])
         ),
     )
     return " ".join(sentences)
@@ -244,7 +253,7 @@ def _judged(results: Results, gated: bool) -> list[str]:
         for n, o in here.items()
         if is_rival(n, gated) and (c := results.against(point, mine, n)) is not None
     ]
-    if not rows or mine not in here:
+    if not rows or mine not in here or (gated and mine != default_policy()):  # which alone has our gate
         return []
     title = "with the same gate and prefills for all" if gated else "as they are"
     heads = ("system", "both SLOs", "TPOT alone", "TTFT alone", "points", "fewer violations", "goodput")
@@ -263,6 +272,8 @@ def _published(results: Results) -> list[str]:
     """Ours against the published rules, as they are and with our gate."""
     mine, parts = results.default, []
     for theirs in (*PUBLISHED, *(n + GATE for n in PUBLISHED)):
+        if theirs == mine:
+            continue
         rows = [
             (p.id, *_cells(c))
             for p in results.points()

@@ -232,6 +232,16 @@ def test_the_published_rules_are_not_silently_left_out(store) -> None:  # type: 
     assert "| point | points | fewer violations | goodput | verdict |" in page
 
 
+def test_a_substitute_for_the_default_is_neither_its_own_rival_nor_taken_for_gated(tmp_path: Path) -> None:
+    """Where `priced` does not play, the published rules are judged, with SGLang's prefills."""
+    plan = replace(PLAN, policies=("chain-4", "chain-4+gate", "adaserve"), axes=("load",))
+    page = write_page(finished_sweep(tmp_path / "s", plan, tpot_ms)).read_text()
+    assert "`adaserve` against the best of the other systems" in page
+    assert "is not among the others" not in page and "`adaserve` against `adaserve`" not in page
+    assert "By itself only `priced` has our prefills and gate" in page
+    assert "Systems as they are" in page and "with the same gate and prefills for all, at" not in page
+
+
 def test_both_slos_count_and_each_is_shown_alone(tmp_path: Path) -> None:
     store = finished_sweep(tmp_path / "s", PLAN, tpot_ms)
     for k, name in enumerate(("load0.60.priced.s0.b0", "load0.60.priced.s1.b1")):
