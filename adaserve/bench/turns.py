@@ -106,7 +106,7 @@ class Turns:
         refuse_what_ended_early(summary)
         records = list(iter_records(out))
         self._played_s[name] += max(piece.seconds, *(r.end_s or r.sent_s for r in records))
-        self._reasons[name] += summary["invalid_reasons"]
+        self._reasons[name] += [f"turn {turn + 1}: {reason}" for reason in summary["invalid_reasons"]]
         self._records[name] += [moved(r, piece) for r in records]
 
     def _save(self, name: str) -> dict[str, Any]:

@@ -90,6 +90,23 @@ def test_every_request_is_served_once_under_each_setting(
     assert {p.name for p in tmp_path.iterdir()} == {"fast", "slow", "schedule.jsonl"}
 
 
+def test_what_went_wrong_in_one_turn_is_not_said_of_all(tmp_path: Path) -> None:
+    with running_fake() as fake:
+        cut_after = iter((0, 1, 0))  # while it warms up, and in two turns
+        server: Any = SimpleNamespace(url=fake.url, drain=lambda: None)
+        config = BenchConfig(
+            server=Endpoint(url=fake.url, api="generate"),
+            classes={"chat": ClassLoad(name="chat", tpot_ms=50.0, output_tokens=Length(median=8))},
+            arrivals=Arrivals(kind="constant", rps=2.0),
+            duration_s=4.0,
+        )
+        settings = {"one": lambda: fake.set(drop_after=next(cut_after))}
+        summary = Turns(server, settings, config, tmp_path).play(Console(quiet=True))["one"]
+    assert (summary["requests"], summary["failed"], summary["valid"]) == (8, 4, False)
+    assert "turn 1: all 4 requests failed" in summary["invalid_reasons"]
+    assert "all 4 requests failed" not in summary["invalid_reasons"]
+
+
 @pytest.mark.parametrize(("share", "says"), [(0.02, "Other programs used 2%"), (0.5, "This host was busy")])
 def test_a_busy_host_is_named_in_the_table(share: float, says: str) -> None:
     summaries = {n: {"turns": 6, "other_programs": share} for n in ("priced", PLAIN)}
