@@ -30,6 +30,7 @@ from adaserve.commands import say
 from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.server import ServerProcess, ServerSpec
+from adaserve.slo.metrics import percent
 
 BASE = "none"
 SELF, SELF_WINDOW = "self", 256
@@ -313,7 +314,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{r['python_share']:.0%}",
             f"{r['other_share']:.0%}",
             f"{r['distinct_8grams']:.0%}",
-            f"{r['same']:.0%}",
+            f"{percent(r['same'], 0)}%",
         )
     made.caption = (
         "vs first: speed-up over the first draft and the same policy; worker: share of AdaServe's iteration "

@@ -25,7 +25,7 @@ from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.results import iter_records, provenance, write_summary
 from adaserve.loadgen.schedule import build_schedule, plan_figures
 from adaserve.server import ServerProcess
-from adaserve.slo.metrics import PLAYED, RequestRecord
+from adaserve.slo.metrics import PLAYED, RequestRecord, percent
 from adaserve.slo.trace import TraceRow, write_jsonl
 
 TURN_S = 10.0
@@ -83,7 +83,7 @@ class Turns:
         for turn, piece in enumerate(self.slices):
             for name in names if turn % 2 == 0 else names[::-1]:
                 self._one(name, turn, piece, console)
-            shares = ", ".join(f"{n} {_attained(self._records[n]):.0%}" for n in names)
+            shares = ", ".join(f"{n} {percent(_attained(self._records[n]), 0)}%" for n in names)
             console.print(f"turn {turn + 1} of {len(self.slices)}; in time so far: {shares}", highlight=False)
         shutil.rmtree(self._work)
         return {name: self._save(name) for name in names}

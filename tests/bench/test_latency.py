@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,3 +102,14 @@ def test_nothing_is_always_measured_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert {(s.round, s.policy): s.same for s in samples} == {
         (0, "none"): 1.0, (0, "priced"): 1.0, (1, "none"): 1.0, (1, "priced"): 0.0,
     }  # fmt: skip
+
+
+def test_answers_are_all_the_same_only_where_none_differs() -> None:
+    """One answer of 256 is a text that a draft has changed, not a rounding error."""
+    plan = LatencyPlan(policies=("priced",), batches=(1,), temperatures=(0.0,))
+    samples = [
+        replace(sample(0, policy, 0, 10.0, same), temperature=0.0)
+        for policy, same in (("none", 1.0), ("priced", 255 / 256))
+    ]
+    *_, cells = latency._table(summarize(samples, plan)).columns
+    assert list(cells.cells) == ["100%", "99.6%"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -211,19 +211,21 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 def _mixed(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
     """The runs with mixed SLOs; older ones did not keep TTFT and throughput."""
-    columns = {
-        "TPOT\nmet": ("slo_attainment", "{:.0%}"),
-        "goodput\ntok/s": ("token_goodput", "{:.0f}"),
-        "all\ntok/s": ("output_throughput", "{:.0f}"),
-        "TPOT\nmean": ("mean_tpot_ms", "{:.1f}"),
-        "TPOT\np99": ("p99_tpot_ms", "{:.1f}"),
-        "TTFT\nmean": ("mean_ttft_ms", "{:.0f}"),
-        "TTFT\np99": ("p99_ttft_ms", "{:.0f}"),
+    from adaserve.slo.metrics import percent
+
+    columns: dict[str, tuple[str, Callable[[float], str]]] = {
+        "TPOT\nmet": ("slo_attainment", lambda share: f"{percent(share, 0)}%"),
+        "goodput\ntok/s": ("token_goodput", "{:.0f}".format),
+        "all\ntok/s": ("output_throughput", "{:.0f}".format),
+        "TPOT\nmean": ("mean_tpot_ms", "{:.1f}".format),
+        "TPOT\np99": ("p99_tpot_ms", "{:.1f}".format),
+        "TTFT\nmean": ("mean_ttft_ms", "{:.0f}".format),
+        "TTFT\np99": ("p99_ttft_ms", "{:.0f}".format),
     }
     heads = ("load", "server or policy")
     made = table("mixed SLOs (ms; TTFT has no SLO)", (*heads, *columns), left=heads)
     for load, runs in found.items():
         for name, run in runs.items():
             values = [(run.get(key), shown) for key, shown in columns.values()]
-            made.add_row(load, name, *("-" if v is None else shown.format(v) for v, shown in values))
+            made.add_row(load, name, *("-" if v is None else shown(v) for v, shown in values))
     return made

@@ -25,6 +25,7 @@ from adaserve.files import write_json
 from adaserve.loadgen.figures import color, legend, panels, save
 from adaserve.loadgen.results import provenance
 from adaserve.server import ServerProcess, ServerSpec
+from adaserve.slo.metrics import percent
 
 SETTINGS = {
     "first": "first draft",
@@ -154,8 +155,10 @@ def _table(blocks: Sequence[Block], plan: LearnPlan) -> Any:
             *(f"{accepted[n]:.3f}" for n in plan.settings),
             f"{accepted[now] / accepted[before] - 1:+.1%}",
             f"{tpot[now]:.1f} ms ({tpot[now] / tpot[before] - 1:+.1%})",
-            "-" if np.isnan(attained[now]) else f"{attained[before]:.0%} -> {attained[now]:.0%}",
-            f"{same[now]:.0%}",
+            "-"
+            if np.isnan(attained[now])
+            else " -> ".join(f"{percent(attained[n], 0)}%" for n in plan.settings),
+            f"{percent(same[now], 0)}%",
         )
     return made
 

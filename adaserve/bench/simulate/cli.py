@@ -204,6 +204,7 @@ def capacity(
     from adaserve.files import write_json
     from adaserve.scheduler.simulator.capacity import min_replicas
     from adaserve.slo.classes import SLOConfig
+    from adaserve.slo.metrics import percent
 
     with _refusing():
         slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
@@ -220,7 +221,7 @@ def capacity(
 
             answer = min_replicas(attain, target, most)
     for n, got in answer.tried.items():
-        print(f"{_replicas(n):>14}: {100 * got:.2f}% attained")
+        print(f"{_replicas(n):>14}: {percent(got, 2)}% attained")
     found = f"{answer.replicas}" if answer.replicas else f"more than {most}"
     print(f"minimum replicas for {100 * target:g}% attainment: {found}")
     if out:

@@ -13,6 +13,7 @@ from adaserve.bench.sweep.aggregate import Comparison, Results
 from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.plan import Point, SweepError
 from adaserve.bench.sweep.systems import PLAIN, PUBLISHED, is_baseline
+from adaserve.slo.metrics import percent
 
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
 Simulated = Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -181,7 +182,7 @@ def _most_accepted(results: Results, at: Sequence[Point]) -> str:
     best = max(here, key=lambda n: here[n].attainment().value)
 
     def tell(name: str) -> str:
-        return f"`{name}` {counted[name]:.2f} tokens, {here[name].attainment().value:.0%} attained"
+        return f"`{name}` {counted[name]:.2f} tokens, {percent(here[name].attainment().value, 0)}% attained"
 
     return f"most: {tell(most)}; best: {tell(best) if best in counted else best}"
 

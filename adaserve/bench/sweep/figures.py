@@ -15,6 +15,7 @@ from adaserve.bench.sweep.intervals import FloatArray, Interval
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import GATE, PLAIN, default_policy, slo_aware
 from adaserve.loadgen.figures import bars, color, legend, panels, percent, save
+from adaserve.slo.metrics import percent as as_percent
 
 Curve = Callable[[Outcome], Interval]
 
@@ -146,7 +147,7 @@ def _kinds(results: Results) -> Any:
         for n in policies
     }  # fmt: skip
     colors = {n: color_of(n, k) for k, n in enumerate(policies)}
-    bars(ax, [str(p.kind) for p in points], series, "%.0f", colors)
+    bars(ax, [str(p.kind) for p in points], series, lambda v: as_percent(v / 100, 0), colors)
     ax.set_ylabel("attainment of both SLOs, %")
     legend(figure, ax)
     return figure
@@ -205,7 +206,8 @@ def _peaks(results: Results) -> Any:
     axes[0].set(title="arrivals", ylabel="requests/s")
     for ax, policy in zip(axes[1:], shown, strict=True):
         _timeline(results, point, policy, ax, arrivals=False)
-        ax.set(title=f"{policy}: {here[policy].attainment().value:.0%} in time", ylim=(0, 1.02))
+        met = as_percent(here[policy].attainment().value, 0)
+        ax.set(title=f"{policy}: {met}% in time", ylim=(0, 1.02))
         percent(ax.yaxis)
     axes[1].set_ylabel("attainment, by arrival")
     legend(figure, axes[0])
@@ -273,7 +275,7 @@ def _ablation(results: Results) -> Any:
     colors = [color_of(n, k) for k, n in enumerate(here)]
     ax.bar(list(here), [v.value for v in values], color=colors, yerr=_bars(values), capsize=3)
     for k, v in enumerate(values):
-        ax.annotate(f"{v.value:.0%}", (k, 0.01), ha="center", fontsize=8, color="white")
+        ax.annotate(f"{as_percent(v.value, 0)}%", (k, 0.01), ha="center", fontsize=8, color="white")
     ax.set(ylabel="SLO attainment", title=f"load {point.load:g}", ylim=(0, 1.02))
     ax.tick_params(axis="x", labelrotation=35)
     percent(ax.yaxis)

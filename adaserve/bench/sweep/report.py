@@ -31,6 +31,7 @@ from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
 from adaserve.bench.sweep.tuning import chosen_text
 from adaserve.bench.terminal import table
 from adaserve.files import write_json
+from adaserve.slo.metrics import percent
 
 _MOST_SHOWN = 1000.0
 _TIMES = (
@@ -124,7 +125,7 @@ def _cells(c: Comparison) -> tuple[str, str, str, str]:
 
 
 def _share(v: Interval) -> str:
-    return f"{100 * v.value:.1f}%"
+    return f"{percent(v.value)}%"
 
 
 def _points(v: Interval) -> str:
@@ -331,9 +332,9 @@ def _numbers(results: Results, point: Point) -> str:
         rows.append(
             (
                 f"**{policy}**" if slo_aware(policy) else policy,
-                f"{100 * a.value:.1f}{_brackets(a, '.0f', 100.0)}",
-                *(f"{100 * o.attainment(k).value:.0f}" for k in ("met_tpot", "met_ttft")),
-                *(f"{100 * by_class.get(n, math.nan):.0f}" for n in names),
+                f"{percent(a.value)}{_brackets(a, '.0f', 100.0)}",
+                *(percent(o.attainment(k).value, 0) for k in ("met_tpot", "met_ttft")),
+                *("-" if n not in by_class else percent(by_class[n], 0) for n in names),
                 f"{g.value:.0f}",
                 *(_number(o.served(k), 2) for k in ("tokens_per_verification", "tree_nodes", "depth")),
                 "-" if (share := o.selection_share()) is None else f"{share:.2%}",

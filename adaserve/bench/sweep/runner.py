@@ -31,7 +31,7 @@ from adaserve.host import describe_host
 from adaserve.loadgen.results import command_line
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.classes import TPOT_RANGE_MS
-from adaserve.slo.metrics import INTERRUPTED, RequestRecord
+from adaserve.slo.metrics import INTERRUPTED, RequestRecord, percent
 
 ATTEMPTS = 3
 """How often a block is measured while the host is busy or slow, or the load test is not valid; the least
@@ -358,7 +358,7 @@ def _one_line(line: dict[str, Any], left_s: float) -> str:
     total = line["all"]
     tpot = total["mean_tpot_ms"]
     return (
-        f"{line['id']}: attained {total['slo_attainment'] or 0:.1%}, goodput "
+        f"{line['id']}: attained {percent(total['slo_attainment'] or 0.0)}%, goodput "
         f"{total['token_goodput'] or 0:.0f} tokens/s, TPOT {'-' if tpot is None else f'{tpot:.1f}'} ms"
         + (f" ([yellow]{escape(line['error'])}[/])" if line["error"] else "")
         + f"; about {left_s / 60:.0f} min left"

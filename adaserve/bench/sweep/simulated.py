@@ -32,7 +32,7 @@ from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, drawn_difficulty
 from adaserve.slo.classes import seconds
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.metrics import RequestRecord, percent
 
 LIMIT, TOLD = "clairvoyant", "told lengths"
 """What is replayed besides: with every outcome known, and with ``max_tokens`` exactly where answers end."""
@@ -159,8 +159,9 @@ def markdown(found: Sequence[Agreement]) -> str:
     for point in dict.fromkeys(a.point for a in found):
         here = sorted((a for a in found if a.point == point), key=lambda a: -a.engine.share())
         cells = [
-            (a.policy, f"{a.engine.share():.1%}", f"{a.simulated.share():.1%}", f"{a.points:+.1f}",
-             *(f"{a.engine.share(k):.0%} / {a.simulated.share(k):.0%}" for k in ("met_tpot", "met_ttft")))
+            (a.policy, *(f"{percent(made.share())}%" for made in (a.engine, a.simulated)), f"{a.points:+.1f}",
+             *(" / ".join(f"{percent(made.share(k), 0)}%" for made in (a.engine, a.simulated))
+               for k in ("met_tpot", "met_ttft")))
             for a in here if a.is_served
         ]  # fmt: skip
         heads = ("system", "engine", "simulator", "points", "TPOT alone", "TTFT alone")
@@ -184,8 +185,8 @@ def _verdict(here: Sequence[Agreement]) -> str:
     )
     if others:
         text += (
-            f" Told every outcome, a policy attains {others[LIMIT]:.1%} in the simulator; ours attains "
-            f"{others[TOLD]:.1%} where max_tokens tells it the end of every answer."
+            f" Told every outcome, a policy attains {percent(others[LIMIT])}% in the simulator; ours attains "
+            f"{percent(others[TOLD])}% where max_tokens tells it the end of every answer."
         )
     return text
 

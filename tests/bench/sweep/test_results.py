@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from adaserve.bench.jsonl import write_records
-from adaserve.bench.sweep import claims
+from adaserve.bench.sweep import claims, figures
 from adaserve.bench.sweep.aggregate import Block, Comparison, Outcome, Results, compare, together
 from adaserve.bench.sweep.claims import BEGIN, END, fill_readme, simulated
 from adaserve.bench.sweep.intervals import Interval
@@ -258,6 +258,21 @@ def test_both_slos_count_and_each_is_shown_alone(tmp_path: Path) -> None:
     assert shares["met_ttft"] == pytest.approx((60 + 120) / 240)
     assert shares["met_tpot"] == pytest.approx((108 + sum(r.met_tpot for r in other)) / 240)
     assert shares["attained"] == pytest.approx((54 + sum(r.met_tpot for r in other)) / 240)
+
+
+def test_only_what_all_requests_attained_is_100_percent(tmp_path: Path) -> None:
+    """Here one request of 240 was late; the class whose requests all were in time says so beside it."""
+    late = Case(Point(0.6), "priced", 0), 0
+    plan = replace(PLAN, axes=("load",))
+    store = finished_sweep(tmp_path / "s", plan, lambda c, i: 13.0 if (c, i) == late else 9.0)
+    page = write_page(store).read_text().partition("### load0.60 ")[2]
+    (row,) = [r for r in page.splitlines() if r.startswith("| **priced** |")][:1]
+    both, tpot, ttft, chat, coding, *_ = (cell.strip() for cell in row.split("|")[2:])
+    assert both.partition(" ")[0] == tpot == "99.6" and (ttft, chat) == ("100", "100")
+    assert 99 <= float(coding) < 100
+    (ax,) = figures._ablation(Results(store)).axes
+    bars = dict(zip(("none", "chain-4", "adaserve", "priced"), ax.texts, strict=True))
+    assert (bars["priced"].get_text(), bars["chain-4"].get_text()) == ("99.6%", "100%")
 
 
 def test_the_highest_load_at_which_the_best_rival_attains_a_third_is_judged(tmp_path: Path) -> None:
