@@ -188,7 +188,8 @@ def _accepted(results: Results) -> Any:
 
 
 def _served(outcome: Outcome, key: str) -> Interval:
-    return Interval(outcome.served(key) or math.nan)
+    value = outcome.served(key)
+    return Interval(math.nan if value is None else value)
 
 
 def _peaks(results: Results) -> Any:

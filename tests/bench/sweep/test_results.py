@@ -275,6 +275,25 @@ def test_only_what_all_requests_attained_is_100_percent(tmp_path: Path) -> None:
     assert (bars["priced"].get_text(), bars["chain-4"].get_text()) == ("99.6%", "100%")
 
 
+def test_what_a_system_lacks_is_left_out_and_nothing_is_a_number(tmp_path: Path) -> None:
+    """A block without one of the classes, whose server drafted nothing."""
+    plan = replace(PLAN, policies=("chain-4", "priced"), axes=("load",), loads=(0.6,), seeds=(0,), blocks=1)
+    store = finished_sweep(tmp_path / "s", plan, tpot_ms)
+    case = Case(Point(0.6), "priced", 0)
+    records = [request(i, i / 3, "coding", 9.0) for i in range(60)]
+    write_records(store.records_path(case.id), records)
+    line = case_line(case, records)
+    store.add({**line, "server": {**line["server"], "tree_nodes": 0.0}})
+    (row, *_) = [
+        r for r in write_page(store).read_text().splitlines() if r.startswith("| **priced** | 100.0 |")
+    ]
+    assert [cell.strip() for cell in row.split("|")[5:8]] == ["-", "100", "-"] and "nan" not in row
+    results = Results(store)
+    _, nodes = figures._accepted(results).axes
+    drawn = {c.get_label(): c.lines[0].get_ydata().tolist() for c in nodes.containers}
+    assert drawn == {"chain-4": [2.5], "priced": [0.0]}
+
+
 def test_the_highest_load_at_which_the_best_rival_attains_a_third_is_judged(tmp_path: Path) -> None:
     plan = SweepPlan(
         policies=("turbospec", "turbospec+gate", "adaserve", "priced"), loads=(0.3, 0.6, 1.0), seeds=(0,)
