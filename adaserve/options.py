@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,7 +132,19 @@ class TakesConfig(TyperCommand):
     """A command that accepts SGLang's flags, its ``--config FILE`` included."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, with_config(args))
+        options = {option for parameter in self.params for option in parameter.opts}
+        return super().parse_args(ctx, [_own_name(word, options) for word in with_config(args)])
+
+
+def _own_name(word: str, options: Collection[str]) -> str:
+    """``--adaserve-NAME`` as the command's own option ``--NAME``, where it has one.
+
+    SGLang applies the former when it starts, so a file's would win over the command line's.
+    """
+    if not word.startswith("--adaserve-"):
+        return word
+    own = "--" + word.removeprefix("--adaserve-")
+    return own if own.partition("=")[0] in options else word
 
 
 def with_config(words: Sequence[str]) -> list[str]:

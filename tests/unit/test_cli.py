@@ -422,9 +422,41 @@ def test_a_file_of_flags_says_what_is_served(
             "m", "0.0.0.0", port
         ]  # fmt: skip
         assert command[command.index("--speculative-draft-model-path") + 1] == "d"
-        assert {"--disable-radix-cache", "--adaserve-shed"} <= set(command)
+        assert "--disable-radix-cache" in command
+        assert json.loads(os.environ.pop(ENV))["shed"] and "--adaserve-shed" not in command
         assert not {"--config", "--skip-tokenizer-init", "adaserve-embedded", "float32"} & set(command)
         assert command[len(command) - command[::-1].index("--dtype")] == dtype, "the last one counts"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--adaserve-policy", "none", "--adaserve-max-depth=2", "--policy", "chain-8", "--max-depth=8"],
+        ["--policy", "none", "--adaserve-policy=chain-8", "--adaserve-max-depth", "8"],
+    ],
+)
+def test_of_a_setting_that_is_given_by_both_its_names_the_last_counts(
+    flags: list[str], started: list[list[str]]
+) -> None:
+    serve = ["serve", "--model-path", "m", "--draft-model-path", "d", "--adaserve-forced-depth", "3"]
+    result = CliRunner().invoke(app, [*serve, *flags])
+    assert result.exit_code == 0, result.output
+    config = AdaServeConfig(**json.loads(os.environ[ENV]))
+    assert (config.policy, config.max_depth) == ("chain-8", 8)
+    (command,) = started
+    assert [word for word in command if word.startswith("--adaserve-")] == ["--adaserve-forced-depth"]
+
+
+def test_the_command_line_beats_settings_of_adaserve_in_a_file(
+    sglang: None, started: list[list[str]], tmp_path: Path
+) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text("model-path: m\ndraft-model-path: d\nadaserve-policy: none\nadaserve-max-width: 2\n")
+    result = CliRunner().invoke(app, ["serve", "--config", str(path), "--policy", "adaserve"])
+    assert result.exit_code == 0, result.output
+    config = AdaServeConfig(**json.loads(os.environ[ENV]))
+    assert (config.policy, config.max_width) == ("adaserve", 2)
+    assert not [word for word in started[0] if word.startswith("--adaserve-")]
 
 
 @pytest.mark.parametrize(
