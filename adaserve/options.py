@@ -160,12 +160,16 @@ def with_config(words: Sequence[str]) -> list[str]:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
+    from adaserve.config import AdaServeConfig
     from adaserve.patches.flags import add_flags
 
     # Where our plugin is loaded, SGLang has added our flags already.
     parser = argparse.ArgumentParser(conflict_handler="resolve")
     ServerArgs.add_cli_args(parser)
     add_flags(None, parser)
+    for name, setting in AdaServeConfig.model_fields.items():
+        if setting.annotation is bool:  # a switch of `adaserve serve`: nothing follows it
+            parser.add_argument(f"--{name}", action="store_true")
     try:
         merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(apart)
     except (ValueError, yaml.YAMLError) as error:

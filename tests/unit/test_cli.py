@@ -459,6 +459,19 @@ def test_the_command_line_beats_settings_of_adaserve_in_a_file(
     assert not [word for word in started[0] if word.startswith("--adaserve-")]
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_switches_of_adaserve_in_a_file_are_on_or_off(
+    on: bool, sglang: None, started: list[list[str]], tmp_path: Path
+) -> None:
+    said, path = str(on).lower(), tmp_path / "flags.yaml"
+    path.write_text(f"model-path: m\ndraft-model-path: d\nshed: {said}\norca: {said}\nlearn: {said}\n")
+    result = CliRunner().invoke(app, ["serve", "--config", str(path)])
+    assert result.exit_code == 0, result.output
+    config = AdaServeConfig(**json.loads(os.environ[ENV]))
+    assert (config.shed, config.orca, config.learn) == (on, on, on)
+    assert not {"true", "false"} & set(started[0]), "SGLang refuses a word that belongs to no flag"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
