@@ -133,10 +133,10 @@ def bench_serve(
     )
     settings = options.with_classes(settings, mix, slo or [])
     settings = options.with_tokens(settings, output_tokens, temperature)
-    limits = {"duration_s": duration, "max_requests": max_requests, "num_prompts": num_prompts}
-    settings = options.with_count(settings, limits)
-    common = {"seed": seed, "warmup_s": warmup, "baseline_ms": baseline_ms}
-    settings = settings.changed(**options.given(common | {"prompts": prompts}))
+    limits = {"duration_s": duration, "warmup_s": warmup, "max_requests": max_requests}
+    settings = options.with_count(settings, limits | {"num_prompts": num_prompts})
+    common = {"seed": seed, "baseline_ms": baseline_ms, "prompts": prompts}
+    settings = settings.changed(**options.given(common))
     if plan_only:
         return _show_plan(settings)
     folder = out if out is not None else new_results_dir(Path("results"), tag)

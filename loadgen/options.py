@@ -52,11 +52,13 @@ def with_load(
 
 def with_count(config: BenchConfig, values: Mapping[str, Any]) -> BenchConfig:
     """``values``: how many requests at most, for how long, or ``num_prompts`` however long they take.
-    Raises LoadgenError."""
+
+    ``warmup_s`` is one of them, since a run must be longer than its warm-up. Raises LoadgenError."""
     limits = {k: values[k] for k in ("duration_s", "max_requests")}
+    warmup = given({"warmup_s": values["warmup_s"]})
     count = values["num_prompts"]
     if count is None:
-        return config.changed(**given(limits))
+        return config.changed(**given(limits), **warmup)
     if given(limits) or config.trace is not None:
         raise LoadgenError(
             "--num-prompts is the length of a run without a trace: it cannot be given with a trace, "
@@ -71,7 +73,8 @@ def with_count(config: BenchConfig, values: Mapping[str, Any]) -> BenchConfig:
             "--num-prompts"
         )
     longest_s = [p.longest_s(count) for p in processes if p.rps > 0]
-    return config.changed(max_requests=count, duration_s=min(longest_s, default=config.duration_s))
+    duration_s = min(longest_s, default=config.duration_s)
+    return config.changed(max_requests=count, duration_s=duration_s, **warmup)
 
 
 def with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> BenchConfig:

@@ -221,6 +221,17 @@ def test_a_number_of_prompts_is_the_only_limit(other: str) -> None:
     )
 
 
+@pytest.mark.parametrize("length", [["--duration", "50"], ["--num-prompts", "9"]])
+def test_a_shorter_run_may_have_a_shorter_warm_up(length: list[str], tmp_path: Path) -> None:
+    """Both are options over a file's settings: the first alone would leave nothing to measure."""
+    config = tmp_path / "c.yaml"
+    config.write_text("{duration_s: 300, warmup_s: 100, arrivals: {kind: constant, rps: 5}}\n")
+    serve = ["bench", "serve", "--plan-only", "--config", str(config), *length]
+    assert "nothing is left to measure" in refused(*serve)
+    done = CliRunner().invoke(app, [*serve, "--warmup", "0.5"])
+    assert done.exit_code == 0, done.output
+
+
 def test_a_number_of_prompts_has_no_shape(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("arrivals: {kind: ramp, rps: 1, to_rps: 9}\n")

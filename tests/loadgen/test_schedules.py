@@ -82,14 +82,14 @@ def test_same_seed_same_schedule() -> None:
 @pytest.mark.parametrize("arrivals", [{}, {"kind": "gamma", "cv": 5.0}, {"kind": "constant", "rps": 0.1}])
 @pytest.mark.parametrize("count", [1, 300])
 def test_a_number_of_prompts_takes_as_long_as_it_takes(arrivals: dict[str, Any], count: int) -> None:
-    limits = {"duration_s": None, "max_requests": None, "num_prompts": count}
+    limits = {"duration_s": None, "warmup_s": None, "max_requests": None, "num_prompts": count}
     for seed in range(5):
         config = BenchConfig(baseline_ms=30.0, seed=seed, arrivals=Arrivals(**arrivals))
         assert len(build_schedule(options.with_count(config, limits))) == count
 
 
 def test_every_process_of_arrivals_counts_towards_a_number_of_prompts() -> None:
-    limits = {"duration_s": None, "max_requests": None, "num_prompts": 50}
+    limits = {"duration_s": None, "warmup_s": None, "max_requests": None, "num_prompts": 50}
     own = {"coding": {"arrivals": {"rps": 0.001}}, "chat": {"arrivals": {"rps": 5.0}}}
     config = from_mapping({"baseline_ms": 30, "classes": own, "arrivals": {"kind": "ramp", "to_rps": 3}})
     planned = options.with_count(config, limits)
