@@ -190,7 +190,7 @@ def train_head(
     say(
         console,
         f"{head} is trained; copy it to {folder / kind.value}, then measure it with "
-        "`adaserve pair eval --calibrate`",
+        f"`adaserve pair eval --pair {folder} --only {kind.value} --calibrate`",
     )
 
 
@@ -229,7 +229,11 @@ def average(
     from adaserve.pair.packed import average
 
     average(first, second, share, out)
-    say(console, f"{out} is written; measure it with `adaserve pair eval --calibrate`")
+    say(
+        console,
+        f"{out} is written; copy it to FOLDER/draft (a head: FOLDER/{HEAD}), beside FOLDER/target, then "
+        "measure it with `adaserve pair eval --pair FOLDER --calibrate`",
+    )
 
 
 @app.command("eval")

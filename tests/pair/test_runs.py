@@ -92,3 +92,22 @@ def test_a_head_to_go_on_from_is_looked_at_before_the_corpus_is_made(tmp_path: P
         got = CliRunner().invoke(app, go_on + more)
         assert got.exit_code == 2 and why in got.output
     assert not (tmp_path / "work").exists()
+
+
+def test_what_was_trained_is_measured_where_it_was_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --pair the shipped pair would be measured, and its acceptance.json written anew."""
+    pair = tmp_path / ("a long name " * 9)
+    pair.mkdir()
+    (pair / "target").symlink_to(weights_folder() / "target")
+    monkeypatch.setattr(export, "export_heads", lambda *_, **__: tmp_path / "head")
+    got = CliRunner().invoke(app, ["pair", "train-head", "--kind", "medusa", "--pair", str(pair)])
+    assert got.exit_code == 0, got.output
+    assert f"copy it to {pair / 'medusa'}, then" in got.output
+    assert f"`adaserve pair eval --pair {pair} --only medusa --calibrate`" in got.output
+    monkeypatch.setattr("adaserve.pair.packed.average", lambda *_: None)
+    got = CliRunner().invoke(app, ["pair", "average", "new", "old", str(tmp_path / "out")])
+    assert got.exit_code == 0, got.output
+    assert "copy it to FOLDER/draft" in got.output
+    assert "`adaserve pair eval --pair FOLDER --calibrate`" in got.output
