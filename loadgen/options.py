@@ -39,12 +39,15 @@ def arrivals(rps: float | None, burstiness: float | None) -> dict[str, Any]:
 def with_load(
     config: BenchConfig, trace: str | None, fit: Mapping[str, Any], arrivals: Mapping[str, Any]
 ) -> BenchConfig:
-    """Other arrivals: of a process, or of a trace, fitted to the host. Raises LoadgenError."""
+    """Other arrivals: of a process, or of a trace, fitted to the host. Another trace is fitted as that of the
+    configuration was. Raises LoadgenError."""
     if given(arrivals):
         if trace is not None:
             raise LoadgenError("--trace brings its own arrivals: use --target-rps instead of --rps")
         config = config.changed(trace=None, arrivals=config.arrivals.changed(**given(arrivals)))
-    spec = TraceSpec(path=trace) if trace is not None else config.trace
+    spec = config.trace
+    if trace is not None:
+        spec = TraceSpec(path=trace) if spec is None else spec.changed(path=trace)
     if given(fit) and spec is None:
         raise LoadgenError("--start, --target-rps and --time-scale need a --trace")
     return config.changed(trace=spec.changed(**given(fit)) if spec is not None else None)

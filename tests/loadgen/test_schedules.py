@@ -97,6 +97,16 @@ def test_every_process_of_arrivals_counts_towards_a_number_of_prompts() -> None:
     assert planned.duration_s < 100, "the rare class need not send them all"
 
 
+def test_another_trace_is_read_and_fitted_as_the_file_says() -> None:
+    """Refusals of a trace name settings under ``trace:``: they must reach the --trace that was refused."""
+    stated = {"sort": True, "slo_from": "trace", "max_output_tokens": 9, "stated_max_tokens": 512}
+    config = from_mapping({"trace": {"path": "a", "start_s": 7, **stated}})
+    told = options.with_load(config, "b", {"start_s": None, "target_rps": 2.0, "time_scale": None}, {})
+    assert (
+        told.trace == from_mapping({"trace": {"path": "b", "start_s": 7, "target_rps": 2.0, **stated}}).trace
+    )
+
+
 def test_an_slo_on_the_command_line_replaces_what_it_states() -> None:
     config = BenchConfig(baseline_ms=20.0)
     objectives = {
