@@ -29,7 +29,7 @@ from adaserve.bench.gpu_check import answers, shapes
 from adaserve.bench.gpu_check.again import forget
 from adaserve.bench.gpu_check.answers import Answer, Pace
 from adaserve.bench.gpu_check.check import Check, Sections, StageError
-from adaserve.bench.gpu_check.cli import _costs, _mixed, _plan
+from adaserve.bench.gpu_check.cli import _common, _costs, _mixed, _plan
 from adaserve.bench.gpu_check.findings import CheckPlan, Findings, resume
 from adaserve.bench.gpu_check.mixed import run_mixed
 from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Pair, serving, spec_of
@@ -968,6 +968,13 @@ def test_plans() -> None:
     for loads in ((), (0.5, 0.0)):
         with pytest.raises(ValueError, match="loads should be numbers above 0"):
             _plan(True, loads=loads)
+
+
+@pytest.mark.parametrize("length", [("--context-length", "8192"), ("--context-length=8192",)])
+def test_a_context_length_that_was_given_is_kept(length: tuple[str, ...]) -> None:
+    """Of two that SGLang reads, the last would count."""
+    assert _common(CheckPlan(batches=(1, 70)), length) == ("--max-running-requests", "70", *length)
+    assert _common(CheckPlan(), ())[2:] == ("--context-length", "4096")
 
 
 def test_a_pair_that_does_not_fit_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

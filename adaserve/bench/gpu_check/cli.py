@@ -120,10 +120,7 @@ def gpu_check(
         plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, loads=loads, mixed_s=mixed_seconds)
         if model is None or draft is None:
             model, draft = map(str, widened_pair(*_costs(dry, size, draft_kind)))
-        common = ("--max-running-requests", str(max(64, *plan.batches)), *split(flags, "--flags"))
-        if "--context-length" not in common:
-            common += ("--context-length", "4096")
-        pair = Pair(model, draft, device, common, kind_at(draft))
+        pair = Pair(model, draft, device, _common(plan, split(flags, "--flags")), kind_at(draft))
         check = Check(pair, plan, out, console, only or (), stage_limit, again, together)
         report = check.run()
     except ValueError as error:
@@ -138,6 +135,13 @@ def gpu_check(
         raise typer.Exit(COULD_NOT)
     if any(t["met"] is False for t in report["targets"]):
         raise typer.Exit(NO)
+
+
+def _common(plan: CheckPlan, given: tuple[str, ...]) -> tuple[str, ...]:
+    """SGLang's flags for every server: of two that differ, the last counts."""
+    stated = {word.partition("=")[0] for word in given}
+    length = () if "--context-length" in stated else ("--context-length", "4096")
+    return ("--max-running-requests", str(max(64, *plan.batches)), *given, *length)
 
 
 def _costs(dry: bool, size: str | None, kind: str = "model") -> tuple[Cost, Draft]:
