@@ -21,7 +21,8 @@ def with_server(config: BenchConfig, values: Mapping[str, Any], api_key: str | N
     """Another server, or another way to ask it."""
     changes = given(values)
     if api_key:
-        changes["headers"] = {**config.server.headers, "Authorization": f"Bearer {api_key}"}
+        others = {k: v for k, v in config.server.headers.items() if k.lower() != "authorization"}
+        changes["headers"] = {**others, "Authorization": f"Bearer {api_key}"}
     return config.changed(server=config.server.changed(**changes))
 
 

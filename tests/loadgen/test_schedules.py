@@ -97,6 +97,14 @@ def test_every_process_of_arrivals_counts_towards_a_number_of_prompts() -> None:
     assert planned.duration_s < 100, "the rare class need not send them all"
 
 
+def test_a_key_replaces_the_one_that_a_file_states_in_any_case() -> None:
+    """Both would be sent, and a server reads the first of two headers with one name."""
+    for name in ("authorization", "Authorization"):
+        config = BenchConfig(server=Endpoint(headers={name: "Bearer old", "x-team": "a"}))
+        headers = options.with_server(config, {}, "new").server.headers
+        assert headers == {"x-team": "a", "Authorization": "Bearer new"}
+
+
 def test_another_trace_is_read_and_fitted_as_the_file_says() -> None:
     """Refusals of a trace name settings under ``trace:``: they must reach the --trace that was refused."""
     stated = {"sort": True, "slo_from": "trace", "max_output_tokens": 9, "stated_max_tokens": 512}
