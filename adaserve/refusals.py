@@ -94,8 +94,8 @@ def _of_http(args: Any) -> Refusals:
     )
     yield (
         bool(args.grpc_port or args.smg_grpc_mode or args.grpc_mode or envs.SGLANG_GRPC_PORT.get()),
-        "requests over gRPC would be unchecked and without SLOs: remove --grpc-port and --smg-grpc-mode, and "
-        "unset SGLANG_GRPC_PORT",
+        "requests over gRPC would be unchecked and without SLOs: remove --grpc-port, --grpc-mode and "
+        "--smg-grpc-mode, and unset SGLANG_GRPC_PORT",
     )
     yield (
         envs.SGLANG_ENABLE_REQUEST_DECOMPRESSION.get(),
@@ -110,7 +110,10 @@ def _of_http(args: Any) -> Refusals:
 
 def _of_engine(args: Any) -> Refusals:
     yield (args.page_size or 1) > 1, f"page size {args.page_size} is not supported: use --page-size 1"
-    yield bool(args.enable_lora or args.lora_paths), "LoRA adapters are not supported: remove --lora-paths"
+    yield (
+        bool(args.enable_lora or args.lora_paths),
+        "LoRA adapters are not supported: remove --enable-lora and --lora-paths",
+    )
     yield args.is_embedding, "embeddings are not served: remove --is-embedding"
     yield (
         args.enable_return_hidden_states,
