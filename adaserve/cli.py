@@ -60,10 +60,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # it joins the lines of a paragraph
-    # SGLang's name is too long for a table of options.
+    # SGLang's names are too long for a table of options.
     context_settings={
         "token_normalize_func": lambda name: (
-            "draft-model-path" if name == "speculative-draft-model-path" else name
+            "draft-model-path"
+            if name in ("speculative-draft-model-path", "speculative-draft-model")
+            else name
         )
     },
 )

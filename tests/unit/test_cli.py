@@ -492,7 +492,9 @@ def test_a_file_of_flags_that_cannot_be_read_is_refused(
 
 
 @pytest.mark.parametrize("model", ["--model-path", "--model"])
-@pytest.mark.parametrize("draft", ["--draft-model-path", "--speculative-draft-model-path"])
+@pytest.mark.parametrize(
+    "draft", ["--draft-model-path", "--speculative-draft-model-path", "--speculative-draft-model"]
+)
 def test_sglangs_names_of_the_models(model: str, draft: str, started: list[list[str]]) -> None:
     result = CliRunner().invoke(app, ["serve", model, "m", f"{draft}=d"])
     assert result.exit_code == 0, result.output
