@@ -82,14 +82,18 @@ def _ttft_undecided(verdict: Mapping[str, Any], gap_ms: Gap | None) -> bool:
 def _flip(record: RequestRecord, verdict: Mapping[str, Any]) -> Flip:
     tpot_ms = None if record.tpot_s is None else record.tpot_s * 1e3
     ttft_ms = None if record.ttft_s is None else record.ttft_s * 1e3
-    # The objective on which they disagree: the one that only the side that saw a miss missed.
-    at_client = not record.met_ttft if not record.attained else _missed_ttft(verdict)
-    objective = "TTFT" if at_client and record.slo_ttft_ms is not None else "TPOT"
+    # The objective on which they disagree: the one that only the side that saw a miss missed. A request that
+    # failed missed a TTFT SLO even where it had none.
+    if record.attained:
+        objective = "TTFT" if _missed_ttft(verdict) else "TPOT"
+    else:
+        objective = "TTFT" if not record.met_ttft and record.slo_ttft_ms is not None else "TPOT"
     key = objective.lower()
+    own_ms = record.slo_ttft_ms if key == "ttft" else record.slo_tpot_ms
     return Flip(
         id=record.id,
         objective=objective,
-        slo_ms=float((record.slo_ttft_ms if key == "ttft" else record.slo_tpot_ms) or 0.0),
+        slo_ms=float(own_ms or verdict[f"{key}_slo_ms"] or 0.0),
         client_ms=ttft_ms if key == "ttft" else tpot_ms,
         server_ms=verdict[f"{key}_ms"],
         client_met=record.attained,

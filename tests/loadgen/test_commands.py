@@ -444,6 +444,15 @@ def test_requests_that_are_judged_differently_are_listed_with_the_reason() -> No
     assert [compare([r]).undecided for r in (near, far)] == [1, 0]
 
 
+def test_an_slo_that_only_the_server_has_is_the_reason_why_it_judged_otherwise() -> None:
+    """As with --slo-headers class, where it goes by its own classes."""
+    one = told(record(id="x", last_token_s=1.1), 10.0, False, ttft_ms=400.0, ttft_slo_ms=300.0)
+    assert one.slo_ttft_ms is None and one.attained
+    (flip,) = compare([one]).flips
+    assert (flip.objective, flip.slo_ms, flip.server_ms) == ("TTFT", 300.0, 400.0)
+    assert flip.why == "the server judged it by an SLO of 300 ms"
+
+
 def test_seeds_need_not_have_the_same_classes(tmp_path: Path) -> None:
     for seed, name in enumerate(("chat", "coding")):
         (folder := tmp_path / f"priced-seed{seed}").mkdir()
