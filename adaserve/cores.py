@@ -1,4 +1,5 @@
-"""How many cores this process may use, and how torch's threads wait: the one place that decides it."""
+"""How many cores and how much memory this process may use, and how torch's threads wait: the one place that
+decides it."""
 
 from __future__ import annotations
 
@@ -25,6 +26,16 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, min([cores, *(int(quota) for quota in quotas)]))
 
 
+def usable_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this host has, no more than its cgroups let this process have: beyond that the
+    kernel ends a server, however much is free."""
+    files = (
+        folder / ("memory.max" if v2 else "memory.limit_in_bytes") for folder, v2 in _groups("memory", root)
+    )
+    limits = [int(text) for text in map(str.strip, map(_read, files)) if text.isdigit()]
+    return min([psutil.virtual_memory().total, *limits])
+
+
 def short_spins(environ: MutableMapping[str, str]) -> None:
     """Lets torch's threads give up their cores soon after an operator, unless ``environ`` says how they wait.
 
@@ -45,19 +56,24 @@ def _cores_of_affinity(root: Path) -> int:
 
 def _quotas(root: Path) -> Iterator[float | None]:
     """Of this process's cgroups and those above them; None where there is no limit."""
+    for folder, is_v2 in _groups("cpu", root):
+        yield _quota_v2(folder) if is_v2 else _quota_v1(folder)
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders of this process's cgroups and of those above them, and whether they are of v2."""
     mounts = [line.split() for line in _read(root / "proc/self/mounts").splitlines()]
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         for _, point, kind, *_ in mounts:
             v2 = kind == "cgroup2" and not controllers
-            v1 = kind == "cgroup" and "cpu" in controllers.split(",")
+            v1 = kind == "cgroup" and controller in controllers.split(",")
             if not (v1 or v2):
                 continue
             own = PurePosixPath(path.lstrip("/"))
             # Inside a container the path may be the host's, of which only the root is mounted.
             for group in (own, *own.parents):
-                folder = root / point.lstrip("/") / group
-                yield _quota_v2(folder) if v2 else _quota_v1(folder)
+                yield root / point.lstrip("/") / group, v2
 
 
 def _quota_v2(folder: Path) -> float | None:

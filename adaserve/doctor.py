@@ -16,14 +16,13 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from adaserve.cache import cache_folder
 from adaserve.commands import NO
-from adaserve.cores import usable_cores
+from adaserve.cores import usable_cores, usable_memory
 from adaserve.host import cpu_name, select
 from adaserve.identity import SGLANG_VERSION
 from adaserve.ports import why_not_free
@@ -33,6 +32,8 @@ State = Literal["ok", "note", "missing"]
 INSTALL = "install AdaServe again: pip install . in its folder"
 NEEDED_MEMORY_GIB = 8.0
 NEEDED_DISK_GB = 2.0
+USED_FOLDERS = ("kernels", "learned", "pair", "profiles")
+"""What servers write to, in the cache."""
 _PIPE_WIDTH = 1000  # where nobody sees where lines end, a path must not be cut in two
 CPU_FEATURES = {
     "avx2": "AVX2",
@@ -67,9 +68,18 @@ def check_python(now: tuple[int, int] = sys.version_info[:2]) -> list[Finding]:
 
 def check_disk(folder: Path | None = None) -> list[Finding]:
     cache = folder or cache_folder()
-    existing = next(p for p in (cache, *cache.parents) if p.exists())
+    # `Path.exists` raises where a folder above may not be entered.
+    existing = next(p for p in (cache, *cache.absolute().parents) if os.path.exists(p))
+    used = [existing, *(cache / name for name in USED_FOLDERS if os.path.exists(cache / name))]
+    for place in used:
+        if not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):
+            # What is there is used. The widened pair alone is not done without.
+            has_pair = existing == cache and any(cache.glob("pair/target-*/config.json"))
+            state: State = "note" if has_pair else "missing"
+            remedy = "let this user write there, or set XDG_CACHE_HOME elsewhere"
+            return [Finding("Disk", state, f"{place} cannot be written to", remedy)]
     free_gb = shutil.disk_usage(existing).free / 1e9
-    found = f"{free_gb:.0f} GB free for {cache}"
+    found = f"{free_gb:.1f} GB free for {cache}"
     if free_gb < NEEDED_DISK_GB:
         return [
             Finding(
@@ -80,11 +90,11 @@ def check_disk(folder: Path | None = None) -> list[Finding]:
 
 
 def check_memory(total_bytes: int | None = None) -> list[Finding]:
-    gib = (total_bytes or psutil.virtual_memory().total) / 2**30
+    gib = (usable_memory() if total_bytes is None else total_bytes) / 2**30
     if gib < NEEDED_MEMORY_GIB:
         remedy = f"{NEEDED_MEMORY_GIB:.0f} GiB are needed for the embedded pair; try a smaller --size"
-        return [Finding("Memory", "note", f"{gib:.0f} GiB", remedy)]
-    return [Finding("Memory", "ok", f"{gib:.0f} GiB")]
+        return [Finding("Memory", "note", f"{gib:.1f} GiB", remedy)]
+    return [Finding("Memory", "ok", f"{gib:.1f} GiB")]
 
 
 def check_cpu(cpuinfo: str | None = None) -> list[Finding]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,28 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 settings.register_profile("steady", unhurried, derandomize=True)
 settings.register_profile("explore", unhurried, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+@pytest.fixture
+def forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that this user may not enter. The superuser may, so it is the system's calls that say no."""
+    folder = tmp_path / "forbidden"
+    folder.mkdir()
+
+    def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(path: Any, *rest: Any, **more: Any) -> Any:
+            if isinstance(path, str | Path) and folder in Path(path).parents:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return call(path, *rest, **more)
+
+        return refuse
+
+    for name in ("stat", "mkdir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    usual = os.access
+    inside = lambda path: folder in (Path(path), *Path(path).parents)  # noqa: E731
+    monkeypatch.setattr(os, "access", lambda path, mode: not inside(path) and usual(path, mode))
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from adaserve.cores import short_spins, usable_cores
+from adaserve.cores import short_spins, usable_cores, usable_memory
 from adaserve.server import ServerSpec
 
 COUNT_IN_CHILD = "from adaserve.cores import usable_cores; print(usable_cores())"
@@ -92,6 +94,30 @@ def test_quota_of_cgroup_v1(tmp_path: Path, quota: str, cores: int) -> None:
 
 def test_a_host_without_these_files_has_its_cores(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("mounts", "groups", "files", "gib"),
+    [
+        (V2, "0::/job/step\n", {"job/step/memory.max": f"{3 * GIB}"}, 3),
+        (V2, "0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": f"{2 * GIB}"}, 2),
+        (V2, "0::/job/step\n", {"job/step/memory.max": "max", "elsewhere/memory.max": f"{GIB}"}, 64),
+        (V2, "0::/pod.slice:cri:0123\n", {"memory.max": f"{4 * GIB}"}, 4),
+        (V2, "0::/\n", {"memory.max": f"{128 * GIB}"}, 64),
+        (V1, "4:memory:/job\n3:cpu,cpuacct:/\n", {"memory/job/memory.limit_in_bytes": f"{5 * GIB}"}, 5),
+        (V1, "4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "9223372036854771712"}, 64),
+        ("", "", {}, 64),
+    ],
+)
+def test_memory_ends_where_a_cgroup_does(
+    mounts: str, groups: str, files: dict[str, str], gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB))
+    limits = {f"sys/fs/cgroup/{name}": text + "\n" for name, text in files.items()}
+    assert usable_memory(host(tmp_path, 1, mounts, groups, limits)) == gib * GIB
 
 
 def test_a_server_gets_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,36 @@ def test_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert doctor.check_disk(tmp_path / "not" / "there")[0].state == "missing"
 
 
+def test_memory_that_a_container_may_not_have_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "usable_memory", lambda: int(7.8 * 2**30))
+    (finding,) = doctor.check_memory()
+    assert (finding.state, finding.found) == ("note", "7.8 GiB"), "rounded it would say that 8 are enough"
+
+
+@pytest.mark.parametrize("place", [".", "pair"])
+def test_a_cache_that_cannot_be_written_to(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers use what is there. Without the widened pair the demo cannot start."""
+    (tmp_path / "pair").mkdir()
+    assert doctor.check_disk(tmp_path)[0].state == "ok"
+    closed = tmp_path / place
+    monkeypatch.setattr(
+        doctor.os, "access", lambda path, _: path != closed
+    )  # the superuser may write anywhere
+    (finding,) = doctor.check_disk(tmp_path)
+    assert finding.state == "missing" and finding.found == f"{closed} cannot be written to"
+    assert "XDG_CACHE_HOME" in finding.remedy
+    (tmp_path / "pair" / "target-1").mkdir()
+    (tmp_path / "pair" / "target-1" / "config.json").touch()
+    assert doctor.check_disk(tmp_path)[0].state == "note"
+
+
+def test_a_cache_below_a_folder_of_somebody_else(tmp_path: Path, forbidden: Path) -> None:
+    (finding,) = doctor.check_disk(forbidden / "cache" / "adaserve")
+    assert finding.state == "missing" and finding.found == f"{forbidden} cannot be written to"
+
+
 def test_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
