@@ -39,13 +39,16 @@ _FLAGS = {
     "--policy": "cache_aware",
     # By default a prompt follows its prefix until one replica has 64 requests more than another one.
     "--balance-abs-threshold": "4",
-    # By default a dead replica is noticed after three minutes, and a new one a minute later.
+    # By default a dead replica is noticed after three minutes, and a new one a minute later. Whoever is sent
+    # to a dead one meanwhile is sent once more until then, for three seconds.
     "--health-check-interval-secs": "2",
-    "--health-failure-threshold": "2",
+    "--health-check-timeout-secs": "25",  # a busy replica takes up to 20 s
+    "--health-failure-threshold": "1",
     "--health-success-threshold": "1",
-    "--cb-failure-threshold": "2",
-    "--cb-success-threshold": "1",
-    "--cb-timeout-duration-secs": "2",
+    "--retry-initial-backoff-ms": "400",
+    # Never: to sglang-router 0.3.2 what a replica refuses (400, 429) is its failure, so that the mistakes of
+    # one client would take all replicas away from the others.
+    "--cb-failure-threshold": str(2**32 - 1),
     "--log-level": "warn",
     "--shutdown-grace-period-secs": str(GRACE_S),
 }

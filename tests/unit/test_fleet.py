@@ -6,9 +6,12 @@ import json
 import socket
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from typer.testing import CliRunner
@@ -51,6 +54,49 @@ def test_ports_flags_and_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert router[router.index("--prometheus-port") + 1] == "9003"
     assert router[-3:] == ["--worker-urls", *(replica.url for replica in fleet.replicas)]
     assert "--policy=power_of_two" in router and "--policy" not in router, "the user's flag wins"
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A replica that answers 400 to what is wrong."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(200, {"model_path": "m", "served_model_name": "m", "is_generation": True})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._answer(400 if body["prompt"] == "wrong" else 200, {"choices": []})
+
+    def _answer(self, status: int, value: object) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.skipif(find_spec("sglang_router") is None, reason="needs sglang-router")
+def test_the_mistakes_of_one_client_take_no_replica_away_from_others(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as replica:
+        threading.Thread(target=replica.serve_forever, daemon=True).start()
+        urls = (f"http://127.0.0.1:{replica.server_port}",)
+        spec = RouterSpec(urls, port=free_port(), metrics_port=free_port())
+        with ServerProcess(spec, tmp_path / "router.log") as router:
+
+            def status(prompt: str) -> int:
+                body = {"model": "m", "prompt": prompt, "max_tokens": 1}
+                return httpx.post(router.url + "/v1/completions", json=body, timeout=60).status_code
+
+            end_s = time.monotonic() + 60
+            while status("right") != 200:
+                assert time.monotonic() < end_s, "the router does not know its replica"
+            assert [status(p) for p in (*["wrong"] * 12, "right")] == [400] * 12 + [200]
+        replica.shutdown()
 
 
 @pytest.mark.usefixtures("installed")
