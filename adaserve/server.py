@@ -33,6 +33,8 @@ from adaserve.redaction import without_secrets
 START_TIMEOUT_S = 600.0
 STOP_PATIENCE_S = 1.0
 """SGLang's schedulers end at once. Its first process would then sleep for five seconds, and end as well."""
+HEALTH_S = 25.0
+"""SGLang's `/health` waits for a token, for which it looks once a second, up to 20 times."""
 _DRAIN_S = 60.0
 _REFUSED = "Scheduler hit an exception: "  # and a sentence of ours, or a traceback
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
@@ -306,7 +308,7 @@ class ServerProcess:
                 )
             waiting(waited_s)
             try:
-                if self._ask("GET", "/health", timeout=2.0).status_code == 200:
+                if self._ask("GET", "/health", timeout=HEALTH_S).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
@@ -345,7 +347,7 @@ class ServerProcess:
         if process is None:
             return
         members = family(process.pid)
-        shared = {path for p in members for path in shared_memory(p.pid)}
+        shared = {path for p in members for path in shared_memory(p.pid)} | shared_memory(process.pid)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         psutil.wait_procs(members, timeout=patience_s)

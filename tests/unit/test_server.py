@@ -38,6 +38,30 @@ def test_a_port_taken_meanwhile_ends_the_start_at_once(tmp_path: Path) -> None:
     assert not [c for c in psutil.Process().children() if LINE in " ".join(c.cmdline())]
 
 
+class Slow(ServerSpec):
+    """A healthy server whose one token takes longer than two seconds."""
+
+    __slots__ = ()
+
+    def command(self) -> list[str]:
+        code = f"""
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Slow(BaseHTTPRequestHandler):
+    def do_GET(self):
+        time.sleep(3.0)
+        self.send_response(200)
+        self.end_headers()
+ThreadingHTTPServer(("127.0.0.1", {self.port}), Slow).serve_forever()
+"""
+        return [sys.executable, "-c", code]
+
+
+def test_a_server_that_takes_seconds_for_a_token_has_started_all_the_same(tmp_path: Path) -> None:
+    with ServerProcess(Slow("model", "draft", port=free_port()), tmp_path / "server.log") as server:
+        assert server.alive
+
+
 class Sharing(ServerSpec):
     """Holds shared memory, a file of the model's name and one named by its id, and can't remove them once it
     is killed."""
