@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +114,35 @@ def test_envoy_follows_its_schema() -> None:
     json_format.ParseDict(read("envoy.yaml"), bootstrap)
     (cluster,) = bootstrap.static_resources.clusters
     assert len(cluster.load_balancing_policy.policies) == 1
+
+
+def test_envoy_ends_no_answer_for_being_long() -> None:
+    """Without an idle_timeout of its own a route has that of its listener, which is five minutes: an answer
+    that is sent whole, or waits in a queue, would end there with 408."""
+    (listener,) = read("envoy.yaml")["static_resources"]["listeners"]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    (host,) = manager["route_config"]["virtual_hosts"]
+    (route,) = host["routes"]
+    assert (route["route"]["timeout"], route["route"]["idle_timeout"]) == ("0s", "0s")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_a_start_ends_when_its_server_has_ended() -> None:
+    """systemd starts a server again only when the command that waits for its health has ended."""
+    unit = (DEPLOY / "systemd" / "adaserve.service").read_text()
+    (line,) = re.findall("^ExecStartPost=(.*)$", unit, re.MULTILINE)
+    command = shlex.split(line)
+    url = {"ADASERVE_HEALTH_URL": "http://127.0.0.1:9/health"}
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    waiting = subprocess.run(
+        command, env={**os.environ, **url, "MAINPID": str(ended.pid)}, timeout=60, check=False
+    )
+    assert waiting.returncode == 1
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as server:
+        env = {**os.environ, **url, "MAINPID": str(server.pid)}
+        with subprocess.Popen(command, env=env, start_new_session=True) as still:
+            with pytest.raises(subprocess.TimeoutExpired):
+                still.wait(timeout=2.5)
+            server.communicate()
+            assert still.wait(timeout=60) == 1
