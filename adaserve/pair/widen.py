@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -221,7 +222,8 @@ def _made(out: Path) -> Iterator[Path]:
 
 
 def _require_disk(folder: Path, needed: int) -> None:
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    # `Path.exists` raises where a folder above may not be entered.
+    existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
     free = shutil.disk_usage(existing).free
     if free < needed * 1.1:
         raise PairError(

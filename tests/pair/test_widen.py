@@ -366,6 +366,14 @@ def test_so_is_one_that_is_full_or_read_only_when_it_is_written(
             ensure_embedded_pair("0.4M")
 
 
+def test_so_is_a_cache_below_a_folder_of_somebody_else(
+    own_pair: Path, forbidden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(forbidden / "cache"))
+    with pytest.raises(PairError, match=r"cannot be written.*XDG_CACHE_HOME"):
+        ensure_embedded_pair("0.4M")
+
+
 def test_missing_weights_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADASERVE_PAIR_WEIGHTS", str(tmp_path))
     with pytest.raises(PairError, match="adaserve pair train"):

@@ -76,7 +76,7 @@ def build(*extra_flags: str, sources: Path = SOURCES, again: bool = False) -> Pa
     """
     folder = _kernels_folder()
     target = folder / f"kernels-{_fingerprint(extra_flags, sources)}.so"
-    if target.exists() and not again:
+    if os.path.exists(target) and not again:  # `Path.exists` raises where a folder above may not be entered
         return target
     compiler = _find_compiler()
     _make_writable(folder)

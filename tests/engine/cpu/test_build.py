@@ -143,6 +143,16 @@ def test_compiled_kernels_need_no_compiler_and_no_writable_cache(
 
 
 @needs_kernels
+def test_a_cache_below_a_folder_of_somebody_else_leaves_the_kernels_off(
+    forbidden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slower operators compute then; the server must not end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(forbidden / "cache"))
+    with pytest.raises(build.BuildError, match="cannot be made"):
+        build.build()
+
+
+@needs_kernels
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_other_vector_widths(lanes: int, storage: str) -> None:
