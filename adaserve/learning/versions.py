@@ -1,7 +1,7 @@
 """Drafts that have served, on disk, for those who ask for it (``--adaserve-learn-folder``).
 
-A folder holds ``history.jsonl`` with a line for each version, the weights of the newest ones, and
-``current``: the version that a server starts with.
+A folder holds ``history.jsonl`` with a line for each version, the weights of the newest ones, ``current``:
+the version that a server starts with, and maybe ``chosen``: the one that it is to start with next time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 KEPT = 8
 """Versions whose weights are kept; of older ones only the history remains."""
-_HISTORY, _CURRENT, _LOCK = "history.jsonl", "current", "lock"
+_HISTORY, _CURRENT, _CHOSEN, _LOCK = "history.jsonl", "current", "chosen", "lock"
 
 
 class VersionError(UserError, ValueError):
@@ -81,16 +81,23 @@ class Versions:
         torn = any(not line.endswith(b"\n") for line in self._lines()[-1:])
         with (self.folder / _HISTORY).open("ab") as file:
             file.write(b"\n" * torn + msgspec.json.encode(version) + b"\n")
-        self.choose(version.number)
+        _replace(self.folder / _CURRENT, str(version.number).encode())
         for old in past[: 1 - KEPT]:
-            self._file(old.number).unlink(missing_ok=True)
+            if str(old.number) != self._chosen():
+                self._file(old.number).unlink(missing_ok=True)
         return version
 
     def choose(self, number: int) -> None:
-        """Makes a version current. 0 is the draft as it came. Raises VersionError."""
+        """Makes a version current when the next server claims the folder, whatever this one still adds. 0 is
+        the draft as it came. Raises VersionError."""
         if number:
             self._known(number)
-        _replace(self.folder / _CURRENT, str(number).encode())
+        _replace(self.folder / _CHOSEN, str(number).encode())
+
+    def _chosen(self) -> str:
+        """Empty where nothing is."""
+        path = self.folder / _CHOSEN
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def current(self, draft: str) -> tuple[Version, bytes] | None:
         """The current version and its weights; None for the draft as it came.
@@ -118,7 +125,7 @@ class Versions:
 
     def claim(self) -> int:
         """No other server may keep drafts here until this process ends, or closes the descriptor that this
-        gives. Raises VersionError."""
+        gives. What was chosen is current from now on. Raises VersionError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -132,6 +139,8 @@ class Versions:
             logger.warning(
                 "AdaServe: %s cannot be locked, so let no other server have it: %s", self.folder, error
             )
+        with suppress(FileNotFoundError):
+            os.replace(self.folder / _CHOSEN, self.folder / _CURRENT)
         return lock
 
     def export(self, number: int, out: Path) -> None:

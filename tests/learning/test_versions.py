@@ -27,6 +27,11 @@ def version(draft: str = "/models/draft", score: float = 1.5) -> Version:
     return Version(0, 0.0, score, 1.4, 1.3, 5000, draft)
 
 
+def restarted(versions: Versions) -> None:
+    """As by a server that has the folder for a moment."""
+    os.close(versions.claim())
+
+
 def test_the_last_one_is_current_and_another_can_be_chosen(tmp_path: Path) -> None:
     versions = Versions(tmp_path / "new")
     assert versions.current("/models/draft") is None and versions.history() == []
@@ -35,12 +40,31 @@ def test_the_last_one_is_current_and_another_can_be_chosen(tmp_path: Path) -> No
     for chosen, expected in ((None, b"weights 2"), (1, b"weights 1")):
         if chosen is not None:
             versions.choose(chosen)
+            restarted(versions)
         found = versions.current("/models/draft")
         assert found is not None and found[1] == expected
     versions.choose(0)
+    restarted(versions)
     assert versions.current("/models/draft") is None
     with pytest.raises(VersionError, match="no version 3: there are 1, 2"):
         versions.choose(3)
+
+
+def test_what_was_chosen_serves_next_whatever_the_running_server_keeps(tmp_path: Path) -> None:
+    """Its weights must be there then, and what is learned from it serves after it."""
+    versions = Versions(tmp_path)
+    for number in (1, 2):
+        versions.add(b"weights %d" % number, version())
+    lock = versions.claim()
+    versions.choose(1)
+    for _ in range(KEPT + 3):
+        versions.add(b"newer", version())
+    os.close(lock)
+    for expected in (b"weights 1", b"from 1"):
+        restarted(versions)
+        found = versions.current("/models/draft")
+        assert found is not None and found[1] == expected
+        versions.add(b"from 1", version())
 
 
 def test_a_folder_of_another_draft_is_refused(tmp_path: Path) -> None:
@@ -69,6 +93,7 @@ def test_versions_belong_to_weights_and_not_to_a_path(tmp_path: Path) -> None:
     with pytest.raises(VersionError, match="has other weights than version 1 began with"):
         versions.export(1, out)
     versions.choose(0)
+    restarted(versions)
     assert versions.current(str(draft)) is None
 
 
@@ -115,6 +140,7 @@ def test_a_damaged_folder_is_no_other_drafts_folder(tmp_path: Path) -> None:
         with pytest.raises(DamagedError, match="damaged"):
             versions.current("/models/draft")
     versions.choose(1)
+    restarted(versions)
     (tmp_path / "draft-00001.safetensors").unlink()
     with pytest.raises(DamagedError, match="no version 1"):
         versions.current("/models/draft")
@@ -146,6 +172,7 @@ def test_the_commands(tmp_path: Path) -> None:
     exported = DraftCopy(str(tmp_path / "out")).state()
     assert all(torch.equal(exported[name], tensor) for name, tensor in state.items())
     assert run(app, ["draft", "load", kept, "0"]).exit_code == 0
+    restarted(versions)
     assert versions.current(str(tmp_path / "draft")) is None
     refused = run(app, ["draft", "load", kept, "7"])
     assert refused.exit_code == 2 and "no version 7" in refused.output
