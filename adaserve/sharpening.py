@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 FILE_NAME = "acceptance.json"
+LOWEST = 1e-6
+"""Temperature of requests that sample: below it SGLang takes them for greedy."""
 # For drafts without a measurement: what the embedded pair's first versions showed, on the modest side.
 _UNMEASURED = ((0.0, 0.5, 1.0), (0.5, 0.75, 1.0))
 _UNMEASURED_SHARED = ((0.0, 0.5, 1.0), (0.5, 0.55, 0.65), (0.0, 0.5, 0.95))
@@ -63,14 +65,11 @@ class DraftSharpening:
 
     def corrected(self, correction: Correction) -> DraftSharpening:
         """For a draft that has learned since this was measured."""
-        temperatures, taus, noise = self.shared
-        shared = (
-            temperatures,
-            correction.taus(temperatures, taus),
-            tuple(w * correction.noise for w in noise),
-        )
-        taus = correction.taus(self.temperatures, self.taus)
-        return DraftSharpening(self.temperatures, taus, self.measured, shared)
+        temperatures, taus = correction.applied(self.temperatures, self.taus)
+        shared_at, shared_taus = correction.applied(*self.shared[:2])
+        noise = correction.noise * np.interp(shared_at, self.shared[0], self.shared[2])
+        shared = (shared_at, shared_taus, tuple(noise.tolist()))
+        return DraftSharpening(temperatures, taus, self.measured, shared)
 
     def save(self, draft: Path) -> None:
         """Writes the tables beside a draft's weights, for ``load_sharpening``."""
@@ -91,10 +90,14 @@ class Correction:
     tau: float = 1.0
     greedy_tau: float = 1.0
 
-    def taus(self, temperatures: tuple[float, ...], taus: tuple[float, ...]) -> tuple[float, ...]:
-        """Corrected taus at these temperatures."""
-        pairs = zip(temperatures, taus, strict=True)
-        return tuple(tau * (self.tau if t > 0 else self.greedy_tau) for t, tau in pairs)
+    def applied(
+        self, temperatures: tuple[float, ...], taus: tuple[float, ...]
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Temperatures and corrected taus. Where the two factors differ, the lowest temperature of requests
+        that sample is among them: a line from 0 on would mix theirs with that of greedy ones."""
+        at = temperatures if self.tau == self.greedy_tau else tuple(sorted({0.0, LOWEST, *temperatures}))
+        pairs = zip(at, np.interp(at, temperatures, taus).tolist(), strict=True)
+        return at, tuple(tau * (self.tau if t > 0 else self.greedy_tau) for t, tau in pairs)
 
 
 def load_sharpening(draft: Path) -> DraftSharpening:

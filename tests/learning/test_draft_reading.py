@@ -104,11 +104,27 @@ def test_nothing_to_fit_to_changes_nothing() -> None:
     assert draft_reading.fit([unkeyed], [logits(1)], EXACT) == Correction()
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 0.2, 0.4, 0.8])
+def test_a_draft_is_read_with_the_factors_that_were_fitted(temperature: float) -> None:
+    """At all temperatures of requests that sample, also below the first one measured."""
+    first = DraftSharpening((0.0, 0.5), (0.4, 0.8), shared=((0.0, 0.5), (0.5, 0.6), (0.0, 0.9)))
+    now = first.corrected(Correction(noise=1.1, tau=1.8, greedy_tau=0.7))
+    (scale, spread), (alone, _) = first.reading(temperature), first.alone(temperature)
+    assert now.reading(temperature) == (
+        pytest.approx(scale / 1.8),
+        pytest.approx(spread * 1.1 / 1.8, abs=1e-5),
+    )
+    assert now.alone(temperature)[0] == pytest.approx(alone / 1.8)
+    assert now.reading(0.0)[0] == pytest.approx(2.0 / 0.7) and now.alone(0.0)[0] == pytest.approx(2.5 / 0.7)
+
+
 def test_a_corrected_reading_is_kept_with_a_checkpoint(tmp_path: Path) -> None:
     first = DraftSharpening((0.0, 0.5), (0.4, 0.8), shared=((0.0, 1.0), (0.5, 0.6), (0.0, 0.9)))
     now = first.corrected(Correction(noise=1.1, tau=0.5, greedy_tau=2.0))
-    assert now.temperatures == first.temperatures and now.taus == (0.8, 0.4)
-    assert now.shared == ((0.0, 1.0), (1.0, 0.3), (0.0, pytest.approx(0.99)))
+    np.testing.assert_allclose(now.tau([0.0, 0.5]), [0.8, 0.4])
+    scale, spread = now.reading([0.0, 1.0])
+    np.testing.assert_allclose(scale, [1.0, 1 / 0.3])
+    np.testing.assert_allclose(spread, [0.0, 0.99 / 0.3])
     assert first.corrected(Correction()) == first
     now.save(tmp_path)
     assert load_sharpening(tmp_path) == now
