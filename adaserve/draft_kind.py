@@ -96,9 +96,15 @@ def medusa_heads(folder: Path) -> int:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's ``config.json``; empty where there is none on this host."""
+    """A checkpoint's ``config.json``; empty where there is none on this host. Raises UnsupportedError for one
+    that is damaged."""
     path = folder / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        config: Any = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{path} cannot be read ({error}): download that model once more") from error
+    if not isinstance(config, dict):
+        raise UnsupportedError(f"{path} holds no object: download that model once more")
     return config
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from adaserve.draft_kind import EAGLE3, HEADS, draft_kind, medusa_folder, medusa_heads, require_known_head
+from adaserve.errors import UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,11 @@ def test_what_is_no_folder_of_medusa_heads(path: str | None, tmp_path: Path) -> 
     assert medusa_folder(path, "auto") is None
     with pytest.raises(ValueError, match="give --draft-model-path such a folder"):
         medusa_folder(path, "medusa")
+
+
+@pytest.mark.parametrize("data", [b"", b'{"architectures": [', b"\xff\xfe", b"[]"])
+def test_a_configuration_that_cannot_be_read_is_named(data: bytes, tmp_path: Path) -> None:
+    """A download that broke off."""
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(UnsupportedError, match=rf"{tmp_path}/config\.json .*download that model once more"):
+        medusa_folder(str(tmp_path), "auto")
