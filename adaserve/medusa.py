@@ -96,7 +96,11 @@ def weights_file(folder: Path) -> Path:
 
 def _read(folder: Path) -> dict[str, Tensor]:
     path = weights_file(folder)
-    if path.name == _PLAIN:
-        return load_file(path)
-    tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        if path.name == _PLAIN:
+            return load_file(path)
+        tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged file leads to
+        why = str(error).partition("\n")[0]
+        raise UnsupportedError(f"{path} cannot be read ({why}): download the folder again") from error
     return tensors

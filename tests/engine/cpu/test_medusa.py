@@ -23,6 +23,7 @@ from adaserve.engine.gpu.sizes import SearchKey, Sizes, Tiers
 from adaserve.engine.hidden_states import HiddenStates
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import tree_shape
+from adaserve.errors import UnsupportedError
 from adaserve.medusa import MedusaHeads, load_medusa, save_medusa
 from tests.engine.cpu.factories import Pool, read_hf
 from tests.engine.medusa import HEADS, best_paths, random_heads, said_by, save_published
@@ -189,6 +190,20 @@ def test_checkpoints(tmp_path: Any, target: Any, tied: bool) -> None:
         assert (other.lm_heads is None) == tied
         if other.lm_heads is not None and heads.lm_heads is not None:
             assert all(map(torch.equal, other.lm_heads, heads.lm_heads))
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_weights_that_cannot_be_read_are_named(tmp_path: Any, target: Any, published: bool) -> None:
+    """A download that broke off."""
+    save_medusa(random_heads(target, 2), tmp_path)
+    file = tmp_path / "medusa_lm_head.safetensors"
+    if published:
+        save_published(random_heads(target, 2), tmp_path / "published")
+        file = tmp_path / "published" / "medusa_lm_head.pt"
+    for harmed in (file.read_bytes()[:-100], b""):
+        file.write_bytes(harmed)
+        with pytest.raises(UnsupportedError, match=f"{file} cannot be read.*download the folder again"):
+            load_medusa(file.parent)
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path: Any, target: Any) -> None:
