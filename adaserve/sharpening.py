@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from adaserve.errors import UnsupportedError
+
 FILE_NAME = "acceptance.json"
 LOWEST = 1e-6
 """Temperature of requests that sample: below it SGLang takes them for greedy."""
@@ -101,11 +103,17 @@ class Correction:
 
 
 def load_sharpening(draft: Path) -> DraftSharpening:
-    """The measured sharpening shipped with a draft, or a modest default for drafts without one."""
+    """The measured sharpening shipped with a draft, or a modest default for drafts without one. Raises
+    UnsupportedError for a file that is damaged."""
     path = draft / FILE_NAME
     if not path.exists():
         return DraftSharpening(*_UNMEASURED, measured=False)
-    return sharpening_of(json.loads(path.read_text()))
+    try:
+        return sharpening_of(json.loads(path.read_bytes()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UnsupportedError(
+            f"{path} cannot be read ({error!r}): copy it once more, or delete it, and default values are used"
+        ) from error
 
 
 def sharpening_of(report: dict[str, Any]) -> DraftSharpening:

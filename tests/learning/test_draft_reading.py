@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as fn
 
+from adaserve.errors import UnsupportedError
 from adaserve.learning import draft_reading, losses
 from adaserve.learning.records import Record, kept
 from adaserve.noise import gumbel
@@ -151,3 +152,11 @@ def test_a_draft_that_says_no_numbers_gets_nothing_accepted(temperature: float) 
     assert (
         draft_reading.accepted(record, broken, DraftSharpening((0.0, 0.8), (0.6, 1.0))).tolist() == [0.0] * 3
     )
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{}", b'{"draft_temperature": 3}'])
+def test_a_measurement_that_cannot_be_read_is_named(data: bytes, tmp_path: Path) -> None:
+    """Of whatever draft: a server that finds one at its start says which file it is."""
+    (tmp_path / "acceptance.json").write_bytes(data)
+    with pytest.raises(UnsupportedError, match=rf"{tmp_path}/acceptance\.json cannot be read"):
+        load_sharpening(tmp_path)
