@@ -33,7 +33,7 @@ def compiled(*arguments: Any) -> Callable[[Function], Function]:
     def compile_it(function: Function) -> Function:
         try:
             return cast(Function, njit([arguments], cache=True)(function))
-        except RuntimeError:  # neither this folder nor the user's cache can be written
+        except Exception:  # nothing can be written, the disk is full, or what is kept there is damaged
             return cast(Function, njit([arguments])(function))
 
     return compile_it
