@@ -62,14 +62,23 @@ def has_weights(folder: Path) -> bool:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a model's folder is there, and its weights are as long as they say: a machine that lost its
-    power may have kept the names of files and not what was in them."""
+    """Whether a model's folder is there, its weights are as long as they say, and the rest can be read: a
+    machine that lost its power may have kept the names of files and not what was in them."""
     try:
         json.loads((folder / "config.json").read_text())
-        files = list(folder.glob("*.safetensors"))
-        return bool(files) and all(map(_is_long_enough, files))
+        weights = list(folder.glob("*.safetensors"))
+        return (
+            bool(weights) and all(map(_is_long_enough, weights)) and all(map(_is_readable, folder.iterdir()))
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # what damaged JSON may hold
         return False
+
+
+def _is_readable(file: Path) -> bool:
+    """Of a model's companion. Raises ValueError for one in JSON that is not."""
+    if file.suffix == ".json":
+        json.loads(file.read_bytes())
+    return file.stat().st_size > 0
 
 
 def _is_long_enough(file: Path) -> bool:

@@ -49,6 +49,7 @@ def make_model(folder: Path, seed: int = 0, shape: Shape = SMALL) -> TinyLlama:
             weight.copy_(mean + spread * torch.randn_like(weight))
     save_hf(model, folder)
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return load_hf(folder)
 
 
@@ -315,13 +316,15 @@ def test_interrupted_widening_leaves_nothing(own_pair: Path, monkeypatch: pytest
     assert (ensure_embedded_pair("0.4M")[0] / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("harm", ["weights", "config.json", "header"])
+@pytest.mark.parametrize(
+    "harm", ["weights", "config.json", "header", "tokenizer.json", "chat_template.jinja"]
+)
 def test_a_damaged_folder_is_made_again(own_pair: Path, harm: str) -> None:
     """A machine that lost its power leaves files that are too short, and every start would fail on them."""
     for folder in ensure_embedded_pair("0.4M"):
-        file = folder / ("config.json" if harm == "config.json" else "model.safetensors")
+        file = folder / (harm if "." in harm else "model.safetensors")
         whole = file.read_bytes()
-        file.write_bytes({"weights": whole[:-100], "config.json": b"", "header": b"\xff" * 9}[harm])
+        file.write_bytes({"weights": whole[:-100], "header": b"\xff" * 9}.get(harm, b""))
         assert ensure_embedded_pair("0.4M")[folder.name.startswith("draft")] == folder
         assert file.read_bytes() == whole
     assert not list(folder.parent.glob(".*"))
