@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,15 +44,23 @@ def pack(source: Path, out: Path) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """float16 weights by Hugging Face's names, from the packed or the plain form."""
+    """float16 weights by Hugging Face's names, from the packed or the plain form. Raises PairError for a file
+    that is damaged."""
     if not (folder / PACKED_NAME).exists():
-        return load_file(folder / PLAIN_NAME)
-    stored = load_file(folder / PACKED_NAME)
+        return _load(folder / PLAIN_NAME)
+    stored = _load(folder / PACKED_NAME)
     return {
         name: dequantised(weight, stored[name + _SCALE]) if name + _SCALE in stored else weight
         for name, weight in stored.items()
         if not name.endswith(_SCALE)
     }
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise PairError(f"{file} cannot be read ({error}): copy that model's folder once more") from error
 
 
 def unpack(source: Path, out: Path) -> None:

@@ -330,6 +330,16 @@ def test_a_damaged_folder_is_made_again(own_pair: Path, harm: str) -> None:
     assert not list(folder.parent.glob(".*"))
 
 
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_weights_that_cannot_be_read_are_named(own_pair: Path, name: str) -> None:
+    """It is not the cache that is at fault, nor the room on its disk."""
+    file = own_pair / name / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(PairError, match=f"{name}/model.safetensors cannot be read") as refused:
+        ensure_embedded_pair("0.4M")
+    assert "space" not in str(refused.value)
+
+
 def test_what_killed_processes_have_left_goes(own_pair: Path) -> None:
     cache = own_pair.parent / "cache" / "adaserve" / "pair"
     for name, age_s in ((".writing-old", 2 * LEFT_S), (".writing-new", 60.0)):
