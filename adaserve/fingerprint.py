@@ -9,9 +9,14 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 _DIGITS = 16
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Of a model, in whatever format; in a fixed order."""
+    return sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
+
+
 def fingerprint(folder: Path) -> str:
     """Of the weights in a model's folder, every byte of them; "" where there are none."""
-    files = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
+    files = weight_files(folder)
     if not files:
         return ""
     digest = hashlib.sha256()

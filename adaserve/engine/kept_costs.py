@@ -21,6 +21,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.cpu.build import load_kernels
 from adaserve.engine.host_load import OtherProcesses
 from adaserve.engine.measure import FULL, Grid
+from adaserve.fingerprint import weight_files
 from adaserve.host import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table
 from adaserve.scheduler.interface import Context
@@ -75,7 +76,7 @@ def _model_name(path: str) -> str:
     folder = Path(path)
     if not folder.is_dir():
         return path
-    size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    size = sum(f.stat().st_size for f in weight_files(folder))
     return f"{folder.name} ({size} bytes)"
 
 

@@ -97,9 +97,21 @@ def test_what_was_learned_is_the_start_of_the_next_server() -> None:
     assert again.learned and one_token_ms(again) == pytest.approx(10.0, rel=0.05)
 
 
-def kept_at(config: AdaServeConfig) -> Path:
+def kept_at(config: AdaServeConfig, target: str = "target") -> Path:
     args = SimpleNamespace(**dict.fromkeys(kept_costs._OF_SERVER))
-    return kept_costs.learned_path(kept_costs.fingerprint("target", (), config, args))
+    return kept_costs.learned_path(kept_costs.fingerprint(target, (), config, args))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"])
+def test_costs_of_one_model_are_not_those_of_another_of_its_name(name: str, tmp_path: Path) -> None:
+    """Else the larger one would seem to run on a busy host."""
+    kept = set()
+    for size in (100, 200):
+        folder = tmp_path / str(size) / "model"
+        folder.mkdir(parents=True)
+        (folder / name).write_bytes(bytes(size))
+        kept.add(kept_at(AdaServeConfig(), str(folder)))
+    assert len(kept) == 2
 
 
 def test_costs_of_one_attention_kernel_are_not_those_of_another() -> None:
