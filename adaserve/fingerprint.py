@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -25,3 +26,17 @@ def fingerprint(folder: Path) -> str:
         with file.open("rb") as f:
             digest.update(hashlib.file_digest(f, "sha256").digest())
     return digest.hexdigest()[:_DIGITS]
+
+
+def local_folder(model: str, revision: str | None = None) -> str:
+    """Where the weights of a model lie on this host, wherever it is asked from: of one on a hub, those of the
+    ``revision`` that is served. The name itself where they are not here."""
+    from transformers.utils import cached_file
+
+    if Path(model).is_dir():
+        return os.path.abspath(model)
+    try:
+        folder = Path(cached_file(model, "config.json", revision=revision, local_files_only=True)).parent
+    except (OSError, ValueError):
+        return model
+    return str(folder) if weight_files(folder) else model

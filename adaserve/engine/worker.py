@@ -39,6 +39,7 @@ from adaserve.engine.sources.choice import sources_of
 from adaserve.engine.sources.draft_model import DraftModels
 from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.tap import Tap
+from adaserve.fingerprint import local_folder
 from adaserve.host import on_device
 from adaserve.identity import ensure_registered
 from adaserve.patches.kv_sizing import draft_paths
@@ -173,8 +174,10 @@ class AdaServeWorker(BaseSpecWorker):
         if on_device(draft.runner.device) or not alone:
             raise ConfigError("drafts learn on a single CPU rank so far: leave out --learn")
         assert isinstance(source, BeamSource)
-        target = None if draft.kind == "model" else self._server_args.model_path
-        return Learner(self.config, tap, draft.runner.model, source, draft.path, self.ledger.stats, target)
+        target: str | None = None
+        if draft.kind != "model":
+            target = local_folder(self._server_args.model_path, self._server_args.revision)
+        return Learner(self.config, tap, draft.runner.model, source, draft.folder, self.ledger.stats, target)
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from adaserve.errors import UserError
-from adaserve.fingerprint import fingerprint
+from adaserve.fingerprint import fingerprint, local_folder
 from adaserve.pair.folders import PLAIN_NAME, copy_companions
 from adaserve.sharpening import Correction, load_sharpening
 
@@ -169,23 +169,16 @@ class Versions:
 
 
 def fingerprint_of(draft: str) -> str:
-    """Of the weights of a checkpoint, as transformers takes it; "" where they are not on this host."""
-    from transformers.utils import cached_file
-
-    folder = Path(draft)
-    if not folder.is_dir():
-        try:
-            folder = Path(cached_file(draft, "config.json", local_files_only=True)).parent
-        except (OSError, ValueError):
-            return ""
-    return fingerprint(folder)
+    """Of the weights of a checkpoint; "" where they are not on this host."""
+    folder = Path(local_folder(draft))
+    return fingerprint(folder) if folder.is_dir() else ""
 
 
 def _began_with(version: Version, draft: str) -> bool:
     """Whether a version was trained from the weights that ``draft`` has now. Where these cannot be compared,
     its path decides."""
     now = fingerprint_of(draft) if version.began_as else ""
-    return version.began_as == now if now else version.draft == draft
+    return version.began_as == now if now else os.path.abspath(version.draft) == os.path.abspath(draft)
 
 
 def _replace(path: Path, data: bytes) -> None:

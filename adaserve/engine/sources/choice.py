@@ -41,7 +41,7 @@ def sources_of(
         slots = pool.k_buffer[0].shape[0]
         cache = DraftCache(device.drafts[number], req_to_token, slots, config.deepest + 1)
         kind = HeadSource if model.kind in ("eagle3", "mtp") else BeamSource
-        sharpening = load_sharpening(Path(model.path))
+        sharpening = load_sharpening(Path(model.folder))
         alone = len(models) == 1
         yield kind(device, cache, sharpening, config.beam_candidates, model, number, alone)
     if config.medusa is not None:

@@ -22,6 +22,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import DraftKind, draft_kind, require_known_head
 from adaserve.engine.plain_attention import require_no_state
 from adaserve.errors import UnsupportedError
+from adaserve.fingerprint import local_folder
 from adaserve.host import on_device
 from adaserve.patches.kv_sizing import draft_config
 
@@ -36,6 +37,11 @@ class DraftModel:
     ) -> None:
         self.path, self.worker, self._layout, self.kind = path, worker, layout, kind
         self.runner = worker.model_runner
+
+    @property
+    def folder(self) -> str:
+        """Where its checkpoint lies, in the revision that is served; its name where it isn't on this host."""
+        return local_folder(self.path, self.runner.model_config.revision)
 
     def extend(self, batch: Any) -> None:
         """Writes the draft's KV of the tokens that the target has just prefilled. Those that only a larger
