@@ -44,7 +44,7 @@ class Version(msgspec.Struct):
     score: float
     replaced: float  # of the draft before it, on the same requests
     first: float  # of the draft that the server was started with
-    tokens: int  # learned from, in this run of the server
+    tokens: int  # learned from, since its trainer was started
     draft: str  # the checkpoint that it began as
     correction: Correction = Correction()  # of how that one is read
     began_as: str = ""  # `fingerprint_of` that checkpoint; "" = not known
@@ -60,7 +60,7 @@ class Versions:
         """Oldest first, without lines that were cut off while they were written."""
         found = []
         for line in self._lines():
-            with suppress(msgspec.DecodeError):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 found.append(msgspec.json.decode(line, type=Version))
         return found
 

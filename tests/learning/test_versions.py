@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -126,6 +127,9 @@ def test_a_line_that_was_cut_off_costs_that_line_alone(tmp_path: Path) -> None:
     found = versions.current("/models/draft")
     assert found is not None and found[1] == b"weights 1"
     versions.add(b"weights 2", version())
+    odd = msgspec.json.encode(version()).replace(b"/models", b"\xff\xfe")
+    with (tmp_path / "history.jsonl").open("ab") as file:
+        file.write(odd + b"\n")
     assert [v.number for v in versions.history()] == [1, 2]
     found = versions.current("/models/draft")
     assert found is not None and found[1] == b"weights 2"
