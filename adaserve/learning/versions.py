@@ -127,6 +127,8 @@ class Versions:
         """No other server may keep drafts here until this process ends, or closes the descriptor that this
         gives. What was chosen is current from now on. Raises VersionError."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / "config.json").exists():
+            raise VersionError(f"{self.folder} holds a model: give a folder of its own")
         lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -163,6 +163,13 @@ def test_two_servers_do_not_keep_drafts_in_one_folder(tmp_path: Path) -> None:
     os.close(second.claim())
 
 
+def test_a_folder_that_holds_a_model_is_refused(tmp_path: Path) -> None:
+    """SGLang takes all weights that lie beside a model for its own, and so would its fingerprint."""
+    save_drafts(tmp_path)
+    with pytest.raises(VersionError, match="holds a model: give a folder of its own"):
+        Versions(tmp_path).claim()
+
+
 def test_the_commands(tmp_path: Path) -> None:
     save_drafts(tmp_path / "draft")
     draft = DraftCopy(str(tmp_path / "draft"))
