@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ _AT_ONCE = 8
 
 
 @torch.no_grad()
-def home_records(draft: DraftCopy, folder: str) -> list[Record]:
-    """The first draft is the teacher here, so that no target has to be run. Empty without a tokenizer."""
+def home_records(draft: DraftCopy, folder: str, pause: Callable[[], None] = lambda: None) -> list[Record]:
+    """The first draft is the teacher here, so that no target has to be run. Empty without a tokenizer.
+
+    ``pause`` is called between small pieces of work: a large draft takes minutes."""
     texts = _tokenized(folder)
     records: list[Record] = []
     for start in range(0, len(texts), _AT_ONCE):
+        pause()
         rows = [_untaught(tokens) for tokens in texts[start : start + _AT_ONCE]]
         for row, logits in zip(rows, draft.logits(rows), strict=True):
             logprobs, ids = kept(fn.log_softmax(logits, -1), whole=0)

@@ -75,7 +75,8 @@ class Process:
         home: list[Record] = []
         if settings.target is None:
             draft = DraftCopy(settings.draft)
-            home = home_records(draft, settings.draft)
+            self._resume()
+            home = home_records(draft, settings.draft, self._pause)
         else:  # nobody has read home texts, so there are no hidden states of them
             draft = HeadCopy(settings.draft, settings.target)
         self._began_as = "" if self._versions is None else fingerprint_of(settings.draft)

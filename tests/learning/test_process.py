@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -162,6 +163,19 @@ def test_it_waits_while_the_server_is_busy_and_forgets_that_when_nobody_says_so(
     send(line.connection, Load(busy=True))
     line.next(Alive)
     line.next(Progress)
+
+
+def test_it_answers_while_it_reads_home_texts(
+    target: tuple[torch.nn.Module, Path], lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large draft takes minutes for them: it must not look hung, nor take a processor that is needed."""
+    texts = [np.arange(2, 42, dtype=np.int32) for _ in range(12)]
+    monkeypatch.setattr("adaserve.learning.home._tokenized", lambda _: texts)
+    lines.append(line := Line(target[1]))
+    send(line.connection, Load(busy=False))
+    line.start()
+    line.next(Alive)
+    line.next(Hello)
 
 
 def test_after_a_restart_it_goes_on_from_the_draft_that_is_served(
