@@ -3,9 +3,9 @@
 Why: SGLang puts a request whose KV slots it takes back into the queue again. Where that is full
 (``--max-queued-requests``), it answers like to one that has just come: with 503, in the middle of the text.
 
-Of a request that ends while it waits SGLang tells the HTTP process alone. The detokenizer keeps what
-it knows of its text by its id, and whoever sends this id next gets an answer that begins with the end of its
-own prompt. The books miss it as well: that the server gave it up, for want of memory or of time.
+Where such a request ends while it waits, SGLang tells the HTTP process alone. The detokenizer keeps what it
+knows of the text by the request's id, so the next answer of this id began with the end of its own prompt. Nor
+did the SLO ledger hear that the server gave it up for lack of memory or of time.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ def _ended(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -
     if worker is None or not getattr(req, "output_ids", None):
         return original(self, abort_req, req)
     worker.ended_early(req.rid, holds_row=False)  # if it gave up its slots just now
-    said = abort_req.finished_reason or {}
-    req.to_finish, req.finished_reason = (
-        None,
-        req.finished_reason
-        or FINISH_ABORT(said.get("message"), said.get("status_code"), said.get("err_type")),
-    )
+    req.to_finish = None
+    if req.finished_reason is None:
+        said = abort_req.finished_reason or {}
+        req.finished_reason = FINISH_ABORT(said.get("message"), said.get("status_code"), said.get("err_type"))
     self.output_streamer.stream_output([req], req.return_logprob)
