@@ -23,7 +23,7 @@ from adaserve.bench.cli import app as bench
 from adaserve.bench.gpu_check.cli import gpu_check
 from adaserve.bench.options import results_folder
 from adaserve.bench.simulate.cli import app as simulator
-from adaserve.commands import Commands, fail, new_file, new_folder, say
+from adaserve.commands import Commands, fail, new_file, new_folder
 from adaserve.cores import short_spins
 from adaserve.fleet.cli import app as fleet
 from adaserve.learning.cli import app as draft
@@ -51,6 +51,7 @@ from adaserve.options import (
     settings,
 )
 from adaserve.pair.cli import app as pair
+from adaserve.terminal import say
 
 app = typer.Typer(
     name="adaserve",

@@ -51,11 +51,6 @@ class Commands(TyperGroup):
             fail(why)
 
 
-def say(console: Console, text: str) -> None:
-    """Prints sentences as they are: paths and messages may hold brackets, and must not be cut in two."""
-    console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-
 def fail(why: str) -> NoReturn:
     """Ends the command with this sentence."""
     console = Console(stderr=True, emoji=False)  # a trace may be called synthetic:100:2

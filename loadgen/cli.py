@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from adaserve.commands import DOES_NOT_COUNT, NO, panel, say
+from adaserve.commands import DOES_NOT_COUNT, NO, panel
 from adaserve.loadgen.errors import LoadgenError
+from adaserve.terminal import say
 
 if TYPE_CHECKING:
     from adaserve.loadgen.config import BenchConfig

@@ -14,7 +14,6 @@ from adaserve.bench.repetition import OF_CLASS, repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import table
 from adaserve.bench.turns import TURN_S, Turns
-from adaserve.commands import say
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import COLUMNS, class_cells
@@ -26,6 +25,7 @@ from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.trace import TraceRow, write_jsonl
+from adaserve.terminal import say
 
 PLAIN = "none"
 TURN_OVERHEAD_S = 5.0  # a first guess: the load generator's start, and the last answers

@@ -23,7 +23,6 @@ from rich.progress import Progress
 
 from adaserve.bench.terminal import progress, table
 from adaserve.bench.walks import HeadPlan, Text, Tree, Walk, kernel_model, over_pool, walks
-from adaserve.commands import say
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.trees.batch import TreeBatch
@@ -35,6 +34,7 @@ from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.prompts import CATEGORIES
 from adaserve.pair.tokenizer import load_tokenizer
 from adaserve.pair.widen import ensure_embedded_pair
+from adaserve.terminal import say
 
 BASE = "draft"
 

@@ -19,7 +19,6 @@ from rich.console import Console
 
 from adaserve.bench.markdown import table
 from adaserve.bench.terminal import progress
-from adaserve.commands import say
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
@@ -27,6 +26,7 @@ from adaserve.engine.cpu.params import Inputs, LayerWeights, ModelConfig, ModelW
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
+from adaserve.terminal import say
 
 SETS = {4: "baseline", 8: "avx2", 16: "avx512"}
 """Lanes of the kernels' vectors -> the instruction set on x86."""

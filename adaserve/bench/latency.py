@@ -26,11 +26,11 @@ from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
-from adaserve.commands import say
 from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.metrics import percent
+from adaserve.terminal import say
 
 BASE = "none"
 SELF, SELF_WINDOW = "self", 256

@@ -13,10 +13,10 @@ from rich.console import Console
 from adaserve.bench.fit import show_fit
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress
-from adaserve.commands import say
 from adaserve.engine.kept_costs import PROFILE_ENV
 from adaserve.engine.measure import profile_steps
 from adaserve.server import ServerError, ServerSpec
+from adaserve.terminal import say
 
 
 def run_profile(spec: ServerSpec, out: Path | None, console: Console) -> None:

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from adaserve.commands import empty_folder, say
+from adaserve.commands import empty_folder
+from adaserve.terminal import say
 
 app = typer.Typer(help="List, choose and export versions of a draft that learns.", no_args_is_help=True)
 console = Console()

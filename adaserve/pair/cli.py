@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve.cache import cache_folder
-from adaserve.commands import empty_folder, given, new_file, new_folder, say
+from adaserve.commands import empty_folder, given, new_file, new_folder
 from adaserve.cores import usable_cores
 from adaserve.draft_kind import read_config
 from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, has_weights, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
 from adaserve.pair.vocabulary import VOCAB_SIZE
+from adaserve.terminal import say
 
 app = typer.Typer(help="Train, measure and widen the embedded target and draft.", no_args_is_help=True)
 console = Console()

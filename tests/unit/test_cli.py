@@ -25,11 +25,12 @@ from typer.testing import CliRunner
 from adaserve import server
 from adaserve.bench import profile, servers
 from adaserve.cli import app
-from adaserve.commands import Commands, say
+from adaserve.commands import Commands
 from adaserve.config import ENV, AdaServeConfig, ConfigError
 from adaserve.engine.cpu.linear import STORAGES
 from adaserve.pair.folders import PairError
 from adaserve.server import ServerError, ServerProcess, ServerSpec
+from adaserve.terminal import say
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreem
 from adaserve.bench.context.report import Cell, Mode, figure, table
 from adaserve.bench.kernels import SETS, Shape, in_turns, random_model
 from adaserve.bench.terminal import progress
-from adaserve.commands import say
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
@@ -37,6 +36,7 @@ from adaserve.pair.widen import Width, widened_shape
 from adaserve.scheduler.fit import fit_table
 from adaserve.scheduler.latency import TableCost
 from adaserve.scheduler.speedup import Drafting, Speedup, inflection
+from adaserve.terminal import say
 
 TREES = (*((depth, 1) for depth in (1, 2, 3, 4, 6, 8)), *((d, w) for w in (2, 3) for d in (1, 2, 3, 4)))
 """Levels of a tree, and tokens at each of them. A draft step reads one token, whatever the width."""

@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import results_folder
-from adaserve.commands import DOES_NOT_COUNT, say
+from adaserve.commands import DOES_NOT_COUNT
+from adaserve.terminal import say
 
 
 def bench_fleet(

@@ -37,11 +37,11 @@ from adaserve.bench.gpu_check.traces import profile
 from adaserve.bench.gpu_check.verification import target_ms
 from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.terminal import progress
-from adaserve.commands import say
 from adaserve.errors import UserError
 from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.server import ServerError, ServerProcess
+from adaserve.terminal import say
 
 Sections = dict[str, Callable[[ServerProcess], None]]
 """What is measured on one server, by name, in order."""

@@ -13,8 +13,9 @@ from rich.markup import escape
 
 from adaserve.bench.options import counts, floats, listed, results_folder
 from adaserve.bench.terminal import table
-from adaserve.commands import COULD_NOT, NO, fail, new_folder, say
+from adaserve.commands import COULD_NOT, NO, fail, new_folder
 from adaserve.commands import flags as split
+from adaserve.terminal import say
 
 if TYPE_CHECKING:
     from rich.table import Table

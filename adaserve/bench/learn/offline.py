@@ -28,7 +28,6 @@ from torch.nn import functional as fn
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, Texts
 from adaserve.bench.terminal import progress, table
-from adaserve.commands import say
 from adaserve.files import write_json
 from adaserve.learning import draft_reading
 from adaserve.learning.draft import DraftCopy
@@ -45,6 +44,7 @@ from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.vocabulary import BOS_ID
 from adaserve.pair.widen import shipped_draft
 from adaserve.sharpening import load_sharpening
+from adaserve.terminal import say
 
 PROMPT_TOKENS = (24, 100)
 SCORED = 64

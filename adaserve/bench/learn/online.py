@@ -20,12 +20,12 @@ from adaserve.bench.client import Ask, Reply, send_in_order
 from adaserve.bench.learn.texts import Texts
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
-from adaserve.commands import say
 from adaserve.files import write_json
 from adaserve.loadgen.figures import color, legend, panels, save
 from adaserve.loadgen.results import provenance
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.metrics import percent
+from adaserve.terminal import say
 
 SETTINGS = {
     "first": "first draft",

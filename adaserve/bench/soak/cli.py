@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import results_folder
-from adaserve.commands import NO, say
+from adaserve.commands import NO
+from adaserve.terminal import say
 
 
 def bench_soak(

@@ -20,11 +20,11 @@ from adaserve.bench.sweep.runner import ATTEMPTS, Sweep
 from adaserve.bench.sweep.simulated import Simulator, markdown, to_json
 from adaserve.bench.sweep.store import Store, changed, merged
 from adaserve.bench.sweep.systems import family, length_of, system, with_length
-from adaserve.commands import say
 from adaserve.config import AdaServeConfig
 from adaserve.files import write_json
 from adaserve.loadgen.results import new_results_dir
 from adaserve.server import ServerSpec, require_models
+from adaserve.terminal import say
 
 SET_UP_S, COMPARED_S = 210.0, 270.0
 """First guesses: until the first block, and of `none` with SGLang on two idle servers."""
