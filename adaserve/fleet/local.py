@@ -39,8 +39,8 @@ _FLAGS = {
     "--policy": "cache_aware",
     # By default a prompt follows its prefix until one replica has 64 requests more than another one.
     "--balance-abs-threshold": "4",
-    # By default a dead replica is noticed after three minutes, and a new one a minute later. Whoever is sent
-    # to a dead one meanwhile is sent once more until then, for three seconds.
+    # By default a dead replica is noticed after three minutes, and a new one a minute later. A request
+    # that meets a dead one until then is tried again, for three seconds.
     "--health-check-interval-secs": "2",
     "--health-check-timeout-secs": "25",  # a busy replica takes up to 20 s
     "--health-failure-threshold": "1",

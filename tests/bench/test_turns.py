@@ -23,6 +23,16 @@ from adaserve.loadgen.schedule import build_schedule
 from tests.loadgen.fake_server import running_fake
 
 
+def _steady(url: str, *, rps: float, duration_s: float) -> BenchConfig:
+    """Requests of one class, evenly spaced."""
+    return BenchConfig(
+        server=Endpoint(url=url, api="generate"),
+        classes={"chat": ClassLoad(name="chat", tpot_ms=50.0, output_tokens=Length(median=8))},
+        arrivals=Arrivals(kind="constant", rps=rps),
+        duration_s=duration_s,
+    )
+
+
 @pytest.mark.parametrize(("seconds", "count"), [(5.0, 2), (20.0, 2), (60.0, 6), (61.0, 6), (120.0, 12)])
 def test_turns_are_even_in_number_and_of_some_seconds(seconds: float, count: int) -> None:
     at_s = [seconds * k / 100 for k in range(100)]
@@ -59,12 +69,7 @@ def test_every_request_is_served_once_under_each_setting(
             fake.set(token_ms=token_ms)
 
         server: Any = SimpleNamespace(url=fake.url, drain=lambda: None)
-        config = BenchConfig(
-            server=Endpoint(url=fake.url, api="generate"),
-            classes={"chat": ClassLoad(name="chat", tpot_ms=50.0, output_tokens=Length(median=8))},
-            arrivals=Arrivals(kind="constant", rps=3.0),
-            duration_s=5.0,
-        )
+        config = _steady(fake.url, rps=3.0, duration_s=5.0)
         settings = {"fast": partial(switch, "fast", 2.0), "slow": partial(switch, "slow", 100.0)}
         summaries = Turns(server, settings, config, tmp_path).play(Console(quiet=True))
     assert played == ["fast", "slow", "fast", "slow", "slow", "fast"], (
@@ -94,12 +99,7 @@ def test_what_went_wrong_in_one_turn_is_not_said_of_all(tmp_path: Path) -> None:
     with running_fake() as fake:
         cut_after = iter((0, 1, 0))  # while it warms up, and in two turns
         server: Any = SimpleNamespace(url=fake.url, drain=lambda: None)
-        config = BenchConfig(
-            server=Endpoint(url=fake.url, api="generate"),
-            classes={"chat": ClassLoad(name="chat", tpot_ms=50.0, output_tokens=Length(median=8))},
-            arrivals=Arrivals(kind="constant", rps=2.0),
-            duration_s=4.0,
-        )
+        config = _steady(fake.url, rps=2.0, duration_s=4.0)
         settings = {"one": lambda: fake.set(drop_after=next(cut_after))}
         summary = Turns(server, settings, config, tmp_path).play(Console(quiet=True))["one"]
     assert (summary["requests"], summary["failed"], summary["valid"]) == (8, 4, False)
