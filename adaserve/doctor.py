@@ -249,14 +249,17 @@ def check_profile(folder: Path | None = None) -> list[Finding]:
     files = sorted((folder or cache_folder() / "profiles").glob("*.json"))
     if not files:
         return [Finding("Profile", "note", "none; a server measures briefly at start", "adaserve profile")]
-    good = [f.name for f in files if profile_matches(f, cpu_name())]
+    good = [f.name for f in files if profile_matches(f)]
     if not good:
         return [Finding("Profile", "note", f"{len(files)}, of other hosts or versions", "adaserve profile")]
     return [Finding("Profile", "ok", ", ".join(good))]
 
 
-def profile_matches(path: Path, cpu: str) -> bool:
+def profile_matches(path: Path) -> bool:
     """Whether a profile can be read and names this processor and these versions."""
+    import sglang
+    import torch
+
     from adaserve.scheduler.latency import ProfileError
     from adaserve.scheduler.profile import load_profile
 
@@ -264,8 +267,9 @@ def profile_matches(path: Path, cpu: str) -> bool:
         meta = load_profile(path).meta
     except ProfileError:
         return False
-    same_versions = all(meta.get(name) in (None, version(name)) for name in ("torch", "sglang"))
-    return same_versions and cpu in str(meta.get("host", ""))
+    # As profiles name them: the package of torch 2.14.1+cu130 is called 2.14.1.
+    versions = {"torch": str(torch.__version__), "sglang": sglang.__version__}
+    return versions.items() <= meta.items() and cpu_name() in str(meta.get("host", ""))
 
 
 def check_port(port: int = 30000) -> list[Finding]:

@@ -6,10 +6,15 @@ import json
 import socket
 import warnings
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 
 from adaserve import doctor
+from adaserve.config import AdaServeConfig
+from adaserve.engine import kept_costs
+from adaserve.scheduler.profile import Profile
 
 
 def test_python() -> None:
@@ -109,10 +114,19 @@ def test_what_hides_the_plugin_or_the_platform_is_named(
     assert missing == ([] if remedy is None else [remedy])
 
 
-def test_damaged_profile(tmp_path: Path) -> None:
+def test_profiles(tmp_path: Path) -> None:
+    """One counts that a server here would use, which is found by what it was measured with."""
     assert doctor.check_profile(tmp_path)[0].found.startswith("none")
-    (tmp_path / "a.json").write_text("{}")
-    assert "of other hosts or versions" in doctor.check_profile(tmp_path)[0].found
+    (tmp_path / "damaged.json").write_text("{}")
+    here = kept_costs.fingerprint("target", (), AdaServeConfig(), mock.MagicMock())
+    points = np.array([[1.0, 256.0, 1.0, 0.01]])
+    for name, changed in (("cpu", {"host": "another"}), ("torch", {"torch": "2.0.0"})):
+        Profile(points, points, meta=here | changed).save(tmp_path / f"{name}.json")
+    (finding,) = doctor.check_profile(tmp_path)
+    assert (finding.state, finding.found) == ("note", "3, of other hosts or versions")
+    Profile(points, points, meta=here).save(tmp_path / "here.json")
+    (finding,) = doctor.check_profile(tmp_path)
+    assert (finding.state, finding.found) == ("ok", "here.json")
 
 
 def test_a_check_that_breaks_is_a_finding() -> None:
