@@ -59,8 +59,6 @@ class Finding:
 
 def check_python(now: tuple[int, int] = sys.version_info[:2]) -> list[Finding]:
     found = f"{now[0]}.{now[1]} at {sys.executable}"
-    if now < (3, 11):
-        return [Finding("Python", "missing", found, "install Python 3.11 or 3.12")]
     if now > (3, 12):
         return [Finding("Python", "note", found, "3.11 and 3.12 were tested")]
     return [Finding("Python", "ok", found)]

@@ -18,7 +18,6 @@ from adaserve.scheduler.profile import Profile
 
 
 def test_python() -> None:
-    assert doctor.check_python((3, 10))[0].state == "missing"
     assert doctor.check_python((3, 11))[0].state == "ok"
     assert doctor.check_python((3, 13))[0].state == "note"
 
