@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,7 @@ from rich.table import Table
 from adaserve.cache import cache_folder
 from adaserve.commands import NO
 from adaserve.cores import usable_cores, usable_memory
-from adaserve.host import cpu_name, select
+from adaserve.host import cpu_name, select, version_of
 from adaserve.identity import SGLANG_VERSION
 from adaserve.ports import why_not_free
 
@@ -143,9 +143,8 @@ def check_accelerator() -> list[Finding]:
 
 def check_sglang(installed: str | None = None) -> list[Finding]:
     remedy = f"pip install sglang=={SGLANG_VERSION}"
-    try:
-        found = installed or version("sglang")
-    except PackageNotFoundError:
+    found = installed or version_of("sglang")
+    if found is None:
         return [Finding("SGLang", "missing", "not installed", remedy)]
     if found != SGLANG_VERSION:
         return [Finding("SGLang", "missing", found, f"AdaServe hooks into {SGLANG_VERSION}: {remedy}")]
@@ -193,16 +192,15 @@ def check_hooks() -> list[Finding]:
 
 
 def check_compiler() -> list[Finding]:
-    candidates = (os.environ.get("CC"), "gcc", "cc", "clang")
-    compiler = next((path for name in candidates if name and (path := shutil.which(name))), None)
-    if compiler:
-        return [Finding("Compiler", "ok", compiler)]
-    cost = (
-        "the CPU kernels stay off and serving is slower"
-        if select()
-        else "FlashInfer cannot build its kernels"
-    )
-    return [Finding("Compiler", "note", "none", f"{cost}: install gcc or clang")]
+    from adaserve.engine.cpu.build import BuildError, find_compiler
+
+    try:
+        return [Finding("Compiler", "ok", find_compiler())]
+    except BuildError as error:
+        cost = "the CPU kernels stay off and serving is slower"
+        if select() is None:
+            cost = "FlashInfer cannot build its kernels"
+        return [Finding("Compiler", "note", "none", f"{cost}: {error}")]
 
 
 def check_cuda_toolkit(on_gpu: bool | None = None) -> list[Finding]:

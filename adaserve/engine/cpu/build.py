@@ -78,7 +78,7 @@ def build(*extra_flags: str, sources: Path = SOURCES, again: bool = False) -> Pa
     target = folder / f"kernels-{_fingerprint(extra_flags, sources)}.so"
     if os.path.exists(target) and not again:  # `Path.exists` raises where a folder above may not be entered
         return target
-    compiler = _find_compiler()
+    compiler = find_compiler()
     _make_writable(folder)
     # Each process compiles under a name of its own; the rename is atomic and the last one wins.
     with _in_the_cache(), tempfile.TemporaryDirectory(dir=folder) as work:
@@ -107,7 +107,8 @@ def load_library(path: Path) -> ctypes.CDLL:
         raise BuildError(f"{path.name} does not load ({error})") from error
 
 
-def _find_compiler() -> str:
+def find_compiler() -> str:
+    """Raises BuildError."""
     for name in (os.environ.get("CC"), "gcc", "cc", "clang"):
         found = shutil.which(name) if name else None
         if found:

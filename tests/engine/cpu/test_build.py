@@ -106,7 +106,7 @@ def test_a_full_disk_is_one_warning(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(build, "_find_compiler", lambda: "cc")
+    monkeypatch.setattr(build, "find_compiler", lambda: "cc")
     monkeypatch.setattr(build.tempfile, "TemporaryDirectory", full)
     with caplog.at_level(logging.WARNING):
         assert build.load_kernels.__wrapped__() is None
