@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
+from sglang.srt.platforms.interface import KVPoolKind, SRTPlatform
 
 from adaserve.cores import short_spins
 from adaserve.host import ATTENTION_BACKEND
-from adaserve.identity import NAME
 
 OVERLAP_ENV = "ADASERVE_CPU_OVERLAP"
 """Set to 1 to run SGLang's overlap schedule on a CPU host: slower, but it exercises the GPU's code path."""
@@ -26,9 +25,6 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
     """Stock SGLang on plain PyTorch CPU operators and AdaServe's own CPU kernels."""
 
     _enum = PlatformEnum.OOT
-    device_name = "cpu"
-    device_type = "cpu"
-    capabilities = PlatformCapabilities()
 
     def get_device(self, device_id: int = 0) -> str:
         """A name, which is what SGLang takes apart where no --device is given, and no torch.device."""
@@ -36,15 +32,6 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
-
-    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
-        return ATTENTION_BACKEND
-
-    def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm == NAME
-
-    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
-        return backend == ATTENTION_BACKEND
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Settings without which SGLang 0.5.23 reaches for CUDA-only code on a CPU."""
@@ -80,9 +67,6 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         # Heads are packed once they know the target.
         if weights != "off" and type(model).__name__ not in HEADS:
             install(model, weights)
-
-    def get_dispatch_key_name(self) -> str:
-        return "native"
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"
