@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from adaserve.config import MOST_RUNNING, AdaServeConfig, settle_classes
@@ -16,7 +17,6 @@ from adaserve.patches import require_applied
 from adaserve.refusals import refuse_unsupported
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.server_args import ServerArgs
 
     from adaserve.patches.served_worker import ServedWorker
@@ -25,34 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class AdaServeAlgorithm(CustomSpecAlgo):
-    """The methods that the scheduler calls beyond those ``CustomSpecAlgo`` defines.
+    """SGLang also asks an algorithm what only its own enum can answer; a contract test compares the two. What
+    the enum says holds for one that is none of its members, too."""
 
-    They exist only on SGLang's own enum ``SpeculativeAlgorithm``; a contract test compares the two.
-    """
-
-    def create_future_map(
-        self,
-        device: Any,
-        req_to_token_pool: Any,
-        needs_cpu_seq_lens: bool = True,
-        needs_confidence_relay: bool = False,
-    ) -> FutureMap:
-        from sglang.srt.managers.overlap_utils import FutureMap
-
-        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
-
-    def carries_draft_hidden_states(self) -> bool:
-        return False
-
-    def need_topk(self) -> bool:
-        return False
+    create_future_map = SpeculativeAlgorithm.create_future_map
+    carries_draft_hidden_states = SpeculativeAlgorithm.carries_draft_hidden_states
+    need_topk = SpeculativeAlgorithm.need_topk
+    get_platform_worker_cls = SpeculativeAlgorithm.get_platform_worker_cls
 
     def supports_grammar_overlap(self) -> bool:
         """The worker advances matchers itself, by the barrier that it is given."""
         return True
-
-    def get_platform_worker_cls(self) -> type | None:
-        return None
 
     def handle_server_args(self, server_args: ServerArgs) -> None:
         """Refuses what cannot be served and sizes SGLang's speculative reserve. Raises ValueError."""
@@ -119,7 +102,6 @@ def register() -> None:
     """Registers the algorithm and the CPU attention backend with SGLang."""
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, DRAFT_ATTENTION_BACKEND_CHOICES
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     @register_attention_backend(ATTENTION_BACKEND)
     def _cpu_backend(runner: Any) -> Any:
