@@ -11,8 +11,6 @@ def register() -> None:
 
     A failure is kept, and raised when a server that asked for ADASERVE starts (``ensure_registered``).
     """
-    if registration.done:
-        return
     die_with_parent()
     heed_where_signal()
     try:
