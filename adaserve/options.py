@@ -115,7 +115,7 @@ def server_spec(
     drafts: str | None = None,
     **settings: Any,
 ) -> Any:
-    """The ServerSpec of these options. Raises ConfigError."""
+    """The ServerSpec of these options. Raises UserError."""
     from adaserve.config import AdaServeConfig
     from adaserve.server import ServerSpec
 

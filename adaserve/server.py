@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import httpx
 import psutil
 
-from adaserve.config import AdaServeConfig, ConfigError
+from adaserve.config import ENV, AdaServeConfig
 from adaserve.cores import short_spins, usable_cores
 from adaserve.draft_kind import medusa_folder, medusa_heads
 from adaserve.errors import UserError
-from adaserve.host import FORK_ENV
+from adaserve.host import FORK_ENV, select
 from adaserve.hub import why_no_model, why_not_on_hub
 from adaserve.lifetime import PARENT_ENV, WHERE_SIGNAL
 from adaserve.pair.shape import parse_size
@@ -108,26 +108,20 @@ class ServerSpec:
     def served(self) -> AdaServeConfig:
         """The configuration, told of the draft where that is Medusa heads: those SGLang doesn't load.
 
-        Raises ConfigError."""
-        try:
-            folder = medusa_folder(self._draft_folder(), self.config.draft_kind)
-            heads = 0 if folder is None else medusa_heads(folder)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        Raises UserError."""
+        folder = medusa_folder(self._draft_folder(), self.config.draft_kind)
         if folder is None:
             return self.config
-        return self.config.changed(medusa=str(folder), max_depth=min(self.config.max_depth, heads))
+        depth = min(self.config.max_depth, medusa_heads(folder))
+        return self.config.changed(medusa=str(folder), max_depth=depth)
 
     def _draft_folder(self) -> str | None:
         """Where Medusa heads may be: the embedded ones only where they are asked for."""
         if self.embedded and self.config.draft_kind == "medusa":
-            from adaserve.pair.folders import MEDUSA, PairError
+            from adaserve.pair.folders import MEDUSA
             from adaserve.pair.widen import shipped_draft
 
-            try:
-                return str(shipped_draft(MEDUSA))
-            except PairError as error:
-                raise ConfigError(str(error)) from None
+            return str(shipped_draft(MEDUSA))
         return self.draft
 
     @property
@@ -185,7 +179,7 @@ class ServerSpec:
             # The embedded target stands in for a memory-bound one: the more bytes a weight has, the more
             # tokens a CPU verifies while it waits for memory (docs/embedded-pair.md).
             config = config.changed(cpu_weights="fp32")
-        env = {**os.environ, "ADASERVE_CONFIG": config.to_json()}
+        env = {**os.environ, ENV: config.to_json()}
         env.setdefault("OMP_NUM_THREADS", str(usable_cores()))
         env.setdefault("PYTHONWARNINGS", "ignore")
         # An HTTP worker imports SGLang before it answers uvicorn's health check. Uvicorn kills it after 10 s
@@ -208,8 +202,6 @@ def require_models(spec: ServerSpec) -> None:
 
 def on_cpu() -> bool:
     """Whether our CPU platform serves on this host."""
-    from adaserve.host import select
-
     return select() is not None
 
 

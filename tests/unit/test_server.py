@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from adaserve.config import AdaServeConfig, ConfigError
+from adaserve.config import AdaServeConfig
+from adaserve.errors import UserError
 from adaserve.ports import free_port
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
@@ -198,7 +199,7 @@ def test_sglang_is_not_told_of_medusa_heads(tmp_path: Path) -> None:
 )
 def test_where_no_medusa_heads_are_served(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(UserError, match=says):
         ServerSpec("m", str(tmp_path), config=AdaServeConfig(**settings))
 
 
