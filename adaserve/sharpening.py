@@ -37,7 +37,6 @@ class DraftSharpening:
 
     temperatures: tuple[float, ...]
     taus: tuple[float, ...]
-    measured: bool = True
     shared: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]] = _UNMEASURED_SHARED
 
     def __post_init__(self) -> None:
@@ -71,7 +70,7 @@ class DraftSharpening:
         shared_at, shared_taus = correction.applied(*self.shared[:2])
         noise = correction.noise * np.interp(shared_at, self.shared[0], self.shared[2])
         shared = (shared_at, shared_taus, tuple(noise.tolist()))
-        return DraftSharpening(temperatures, taus, self.measured, shared)
+        return DraftSharpening(temperatures, taus, shared)
 
     def save(self, draft: Path) -> None:
         """Writes the tables beside a draft's weights, for ``load_sharpening``."""
@@ -107,7 +106,7 @@ def load_sharpening(draft: Path) -> DraftSharpening:
     UnsupportedError for a file that is damaged."""
     path = draft / FILE_NAME
     if not path.exists():
-        return DraftSharpening(*_UNMEASURED, measured=False)
+        return DraftSharpening(*_UNMEASURED)
     try:
         return sharpening_of(json.loads(path.read_bytes()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -122,4 +121,4 @@ def sharpening_of(report: dict[str, Any]) -> DraftSharpening:
     shared = _UNMEASURED_SHARED
     if table := report.get("shared_noise"):
         shared = (tuple(table["request_temperature"]), tuple(table["tau"]), tuple(table["noise"]))
-    return DraftSharpening(tuple(alone["request_temperature"]), tuple(alone["tau"]), shared=shared)
+    return DraftSharpening(tuple(alone["request_temperature"]), tuple(alone["tau"]), shared)

@@ -19,7 +19,7 @@ from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.shape import DRAFT, MEDUSA_DEPTH, MEDUSA_LAYERS, TARGET
 from adaserve.pair.train import next_token_loss
-from adaserve.sharpening import load_sharpening
+from adaserve.sharpening import FILE_NAME, load_sharpening
 
 WEIGHTS = Path(str(files("adaserve.pair").joinpath("weights")))
 
@@ -33,6 +33,7 @@ def pair() -> tuple[TinyLlama, TinyLlama]:
 def test_shapes_and_size(pair: tuple[TinyLlama, TinyLlama]) -> None:
     assert [model.shape for model in pair] == [TARGET, DRAFT]
     assert sum(f.stat().st_size for f in WEIGHTS.rglob("*") if f.is_file()) < 10_000_000
+    assert all((WEIGHTS / name / FILE_NAME).exists() for name in ("draft", HEAD, MEDUSA))
 
 
 def test_one_vocabulary() -> None:
@@ -48,7 +49,6 @@ def test_head_reads_this_target_and_is_accepted(pair: tuple[TinyLlama, TinyLlama
     assert isinstance(drafter, HeadDrafter)
     assert drafter.head.shape == HeadShape()
     sharpening = load_sharpening(WEIGHTS / HEAD)
-    assert sharpening.measured
     prompts = prompt_batch(load_tokenizer(WEIGHTS / "target"), "coding", 16, odd=False)
     written = write(target, prompts, 48, 0.7, seed=5)
     scale, spread = (float(x) for x in sharpening.reading(0.7))
@@ -59,7 +59,7 @@ def test_head_reads_this_target_and_is_accepted(pair: tuple[TinyLlama, TinyLlama
 def test_medusa_heads_read_this_target_and_are_accepted(pair: tuple[TinyLlama, TinyLlama]) -> None:
     target, _ = pair
     drafter, sharpening = load_drafter(WEIGHTS / MEDUSA, target), load_sharpening(WEIGHTS / MEDUSA)
-    assert isinstance(drafter, MedusaDrafter) and sharpening.measured
+    assert isinstance(drafter, MedusaDrafter)
     assert (drafter.blocks.depth, drafter.blocks.layers) == (MEDUSA_DEPTH, MEDUSA_LAYERS)
     prompts = prompt_batch(load_tokenizer(WEIGHTS / "target"), "chat", 8, odd=False)
     written = write(target, prompts, 32, 0.7, seed=5)
@@ -78,7 +78,6 @@ def test_target_has_read_such_text(pair: tuple[TinyLlama, TinyLlama]) -> None:
 def test_draft_is_accepted_and_its_probabilities_are_right(pair: tuple[TinyLlama, TinyLlama]) -> None:
     target, draft = pair
     sharpening = load_sharpening(WEIGHTS / "draft")
-    assert sharpening.measured
     tokenizer = load_tokenizer(WEIGHTS / "target")
     for temperature, least in ((0.0, 3.1), (0.7, 2.1)):
         written = write(target, prompt_batch(tokenizer, "coding", 24, odd=False), 48, temperature, seed=5)

@@ -179,7 +179,7 @@ def test_learning_rate_rises_holds_and_falls() -> None:
 def test_sharpening_interpolates_and_stays_inside(tmp_path: Path) -> None:
     sharpening = DraftSharpening((0.0, 1.0), (0.4, 1.0))
     np.testing.assert_allclose(sharpening.tau([0.0, 0.5, 1.0, 2.0]), [0.4, 0.7, 1.0, 1.0])
-    assert not load_sharpening(tmp_path).measured
+    np.testing.assert_allclose(load_sharpening(tmp_path).tau([0.0, 1.0]), [0.5, 1.0])
     with pytest.raises(ValueError, match="rise"):
         DraftSharpening((1.0, 0.0), (1.0, 0.5))
     scale, spread = DraftSharpening((0.0,), (1.0,), shared=((0.0, 1.0), (0.4, 0.8), (0.0, 0.9))).reading(
