@@ -51,7 +51,3 @@ class RequestLog:
         if written < len(line):
             os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR) - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def close(self) -> None:
-        """For tests; a server keeps it open."""
-        os.close(self._file)

@@ -175,7 +175,6 @@ def test_what_a_server_has_recorded_is_replayed_from_its_first_request_on(tmp_pa
     now_s = time.perf_counter()
     for tokens, ago_s in ((5, 20.0), (6, 30.0), (7, 10.0)):  # in the order in which they ended
         log.add(FinishedRequest(SLO("chat", 0.05), 0.1, 0.04, tokens), now_s - ago_s, 9)
-    log.close()
     config = BenchConfig(trace=TraceSpec(path=str(tmp_path / "t.jsonl")), baseline_ms=30)
     got = build_schedule(config).requests
     assert [r.max_tokens for r in got] == [6, 5, 7]

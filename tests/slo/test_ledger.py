@@ -260,8 +260,6 @@ def test_finished_requests_make_a_trace(tmp_path: Path) -> None:
     )
     assert (second.slo_class, second.slo_tpot_ms) == ("coding", pytest.approx(24.0))
     assert first.arrival_s == 0.0 and second.arrival_s == pytest.approx(2.5, abs=0.1)
-    for log in logs:
-        log.close()
 
 
 def test_a_full_disk_costs_the_record_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -269,7 +267,6 @@ def test_a_full_disk_costs_the_record_and_nothing_else(caplog: pytest.LogCapture
     books = SLOLedger(BASELINE_S, SLOStats(SLOConfig()), log)
     for rid in ("a", "b"):
         assert books.close(Req(rid, origin_input_ids=[1]))["met"]
-    log.close()
     assert caplog.text.count("not recorded any more") == 1
 
 
@@ -282,11 +279,9 @@ def test_what_a_full_disk_leaves_can_be_read(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda file, line: write(file, line[:20]))
         books.close(Req("cut", origin_input_ids=[1]))
-    log.close()
     assert len(read_trace(path)) == 1
     again = RequestLog(path)
     SLOLedger(BASELINE_S, SLOStats(SLOConfig()), again).close(Req("later", origin_input_ids=[1]))
-    again.close()
     assert len(read_trace(path, sort=True)) == 2
 
 
