@@ -145,13 +145,7 @@ class RouterSpec:
 
 
 class Fleet:
-    """Replicas and a router, as processes.
-
-    ::
-
-        with Fleet.of(2, ("--size", "12M"), folder) as fleet:
-            httpx.post(fleet.url + "/generate", ...)
-    """
+    """Replicas and a router, as processes: ``up`` starts them, ``down`` stops them."""
 
     def __init__(self, replicas: Sequence[ReplicaSpec], router: RouterSpec, logs: Path) -> None:
         cores = usable_cores()
@@ -195,13 +189,6 @@ class Fleet:
     @property
     def url(self) -> str:
         return self.router.url
-
-    def __enter__(self) -> Fleet:
-        self.up()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.down()
 
     def up(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Returns when the router sends to all replicas. Raises ServerError, with nothing left behind."""

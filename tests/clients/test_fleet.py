@@ -123,9 +123,10 @@ def streamed(url: str, request: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    port = free_port(4)
-    with Fleet.of(2, ("--size", "12M"), tmp_path_factory.mktemp("fleet"), port=port) as running:
-        yield running
+    fleet = Fleet.of(2, ("--size", "12M"), tmp_path_factory.mktemp("fleet"), port=free_port(4))
+    fleet.up()
+    yield fleet
+    fleet.down()
 
 
 def running(replica: ServerProcess) -> int:
