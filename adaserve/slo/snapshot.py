@@ -202,11 +202,10 @@ def _lost_slos(ranks: Sequence[RankState]) -> list[str]:
 
 
 def _merged(ranks: Sequence[RankState], last_key: int) -> dict[int, Bucket]:
-    """Buckets of the last ``HISTORY_S`` by time, added over ranks. Not those that a clock had made before it
-    was set back: they lie after the one that is filling."""
+    """Buckets of the last ``HISTORY_S`` by time, added over ranks."""
     merged: dict[int, Bucket] = {}
     for bucket in (b for r in ranks for b in r.buckets):
-        if last_key - HISTORY_S / BUCKET_S < bucket.key <= last_key + 1:
+        if bucket.key > last_key - HISTORY_S / BUCKET_S:
             merged.setdefault(bucket.key, Bucket(bucket.key)).add(bucket)
     return merged
 
