@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from adaserve.slo.classes import seconds
 
@@ -169,9 +168,6 @@ def read_records(lines: Iterable[str]) -> Iterator[RequestRecord]:
             return
 
 
-FloatArray = npt.NDArray[np.float64]
-
-
 def distribution_ms(name: str, values_s: Iterable[float | None]) -> dict[str, float | None]:
     """``{mean,median,p90,p95,p99}_<name>_ms`` of times in seconds; None where there are none."""
     values = np.array([v for v in values_s if v is not None], float) * 1e3
@@ -215,7 +211,7 @@ def class_summary(records: Sequence[RequestRecord], duration_s: float) -> dict[s
         },
         **distribution_ms("ttft", (r.ttft_s for r in done)),
         **distribution_ms("tpot", (r.tpot_s for r in done)),
-        **distribution_ms("itl", _itl_s(done)),
+        **distribution_ms("itl", (gap_ms / 1e3 for r in done for gap_ms in r.itl_ms)),
         **distribution_ms("e2el", (r.e2e_s for r in done)),
         "tpot_ratio_p50": _or_none(np.percentile(ratios, 50)) if ratios else None,
         "tpot_ratio_p99": _or_none(np.percentile(ratios, 99)) if ratios else None,
@@ -223,10 +219,6 @@ def class_summary(records: Sequence[RequestRecord], duration_s: float) -> dict[s
         "slo_tpot_ms": _common(r.slo_tpot_ms for r in records),
         "slo_ttft_ms": _common(r.slo_ttft_ms for r in records),
     }
-
-
-def _itl_s(records: Sequence[RequestRecord]) -> FloatArray:
-    return np.array([g for r in records for g in r.itl_ms], float) / 1e3
 
 
 def _common(values: Iterable[float | None]) -> float | list[float] | None:
