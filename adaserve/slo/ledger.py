@@ -13,6 +13,7 @@ from adaserve.slo.classes import SLO, to_ms
 from adaserve.slo.delivered import DeliveredTPOT
 from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
 from adaserve.slo.lengths import OutputLengths
+from adaserve.slo.metrics import mean_tpot_s
 from adaserve.slo.request_log import RequestLog
 from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import SLOStats
@@ -172,7 +173,7 @@ class SLOLedger:
         return FinishedRequest(
             slo=self.slo(req),
             ttft_s=first_s - started_s if first_s and started_s else None,
-            tpot_s=(last_s - first_s) / (tokens - 1) if tokens > 1 and first_s and last_s else None,
+            tpot_s=mean_tpot_s(first_s, last_s, tokens) if first_s and last_s else None,
             predicted_tpot_s=predicted_s,
             output_tokens=tokens,
             failed=failed,

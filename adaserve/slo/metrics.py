@@ -54,7 +54,7 @@ def mean_tpot_s(
     first_s: float, last_s: float, output_tokens: int, first_chunk_tokens: int = 1
 ) -> float | None:
     """Seconds per output token after the first chunk; None when no token followed it."""
-    later = output_tokens - max(1, first_chunk_tokens)
+    later = output_tokens - first_chunk_tokens
     return (last_s - first_s) / later if later > 0 else None
 
 
