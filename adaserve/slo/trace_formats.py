@@ -72,7 +72,7 @@ def _require_order(rows: Sequence[TraceRow], where: str) -> None:
 def detect_format(text: str, path: str) -> str:
     """Names the format of a trace by how it starts. Raises TraceError."""
     first = text.lstrip()[:1]
-    line = text.lstrip().split("\n", 1)[0].strip().strip("\r")
+    line = text.lstrip().split("\n", 1)[0].strip()
     if first == "[":
         return "adaserve"
     if first == "{":
