@@ -153,8 +153,6 @@ class FromHeaders:
         router acts upon is left alone.
         Raises SLOError.
         """
-        if custom_params is not None and not isinstance(custom_params, Mapping):
-            raise SLOError(f"custom_params must be an object, not {shown(custom_params)}")
         params = custom_params or {}
         nvext = params.get("nvext") if nvext is None else nvext
         body, header = _in_body(params, nvext, config.limits), self.wish
