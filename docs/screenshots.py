@@ -26,9 +26,9 @@ LIVE = (  # picture, width, height, dark
     ("slo-dark", 1200, 850, True),
     ("slo-phone", 390, 844, False),
 )
-sys.path[:0] = [str(ROOT / "tests" / "slo")]
+sys.path[:0] = [str(ROOT)]
 
-from browser import DRAWN, browser  # noqa: E402
+from tests.slo.browser import DRAWN, browser  # noqa: E402
 
 
 def shoot_report(folder: Path) -> None:

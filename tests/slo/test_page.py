@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import uvicorn
-from browser import AVAILABLE, DRAWN, browser
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -24,6 +23,7 @@ from adaserve.slo.events import DraftLearning, DraftScores, FinishedRequest, Ite
 from adaserve.slo.page import mount, page_html
 from adaserve.slo.snapshot import build_snapshot
 from adaserve.slo.stats import SLOStats
+from tests.slo.browser import AVAILABLE, DRAWN, browser
 
 needs_browser = pytest.mark.skipif(not AVAILABLE, reason="Chromium and its driver are not installed")
 
