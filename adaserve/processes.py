@@ -66,9 +66,9 @@ def left_behind(shared: Iterable[Path], started_s: float) -> set[Path]:
     return {path for path in own if path.match(_LOADS) or _changed_s(path) > started_s - _ROUNDED_S}
 
 
-def remove_leftovers(folder: Path = Path(_SHARED)) -> None:
+def remove_leftovers() -> None:
     """Removes what servers that were killed have left in shared memory: files that nobody has mapped."""
-    there = {path for path in folder.glob(_LOADS) if _age_s(path) > _STARTED_S}
+    there = {path for path in Path(_SHARED).glob(_LOADS) if _age_s(path) > _STARTED_S}
     remove(there.difference(*map(shared_memory, psutil.pids())) if there else there)
 
 
