@@ -22,8 +22,8 @@ def usable_cores(root: Path = Path("/")) -> int:
     and its team with it. ``root`` is where ``/proc`` and ``/sys`` are found.
     """
     cores = _cores_of_affinity(root)
-    quotas = [quota for quota in _quotas(root) if quota is not None]
-    return max(1, min([cores, *(int(quota) for quota in quotas)]))
+    quotas = (_quota_v2(folder) if v2 else _quota_v1(folder) for folder, v2 in _groups("cpu", root))
+    return max(1, min([cores, *(int(quota) for quota in quotas if quota is not None)]))
 
 
 def usable_memory(root: Path = Path("/")) -> int:
@@ -54,12 +54,6 @@ def _cores_of_affinity(root: Path) -> int:
     return len({_read(root / _SIBLINGS.format(cpu)) or str(cpu) for cpu in os.sched_getaffinity(0)})
 
 
-def _quotas(root: Path) -> Iterator[float | None]:
-    """Of this process's cgroups and those above them; None where there is no limit."""
-    for folder, is_v2 in _groups("cpu", root):
-        yield _quota_v2(folder) if is_v2 else _quota_v1(folder)
-
-
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
     """Folders of this process's cgroups and of those above them, and whether they are of v2."""
     mounts = [line.split() for line in _read(root / "proc/self/mounts").splitlines()]
@@ -77,6 +71,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _quota_v2(folder: Path) -> float | None:
+    """Processors that a cgroup may keep busy; None where it has no limit."""
     quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
     return int(quota) / int(period) if period and quota != "max" else None
 
