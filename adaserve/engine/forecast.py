@@ -47,7 +47,7 @@ class Forecaster:
         """Predicts the TPOT of a request that is about to be queued, to be compared with what it gets."""
         self._prompt_tokens.add(float(len(req.origin_input_ids)))
         by_load_s = self._by_load_s(self._ledger.slo(req).slo_class, load)
-        self._ledger.predict(req, by_load_s, self._ledger.arrival_s(req))
+        self._ledger.predict(req, by_load_s)
 
     def renew(self, load: Load, now_s: float) -> Forecast:
         """Makes a forecast and publishes it."""

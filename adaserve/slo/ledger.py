@@ -78,9 +78,9 @@ class SLOLedger:
         arrival_s: float = times.created_time or times.scheduler_recv_time or times.wait_queue_entry_time
         return arrival_s
 
-    def predict(self, req: Any, by_load_s: float, now_s: float) -> None:
+    def predict(self, req: Any, by_load_s: float) -> None:
         """Predicts the TPOT of a request that arrives. ``by_load_s``: what the load alone says."""
-        tpot_s = self.delivered.predict(self.slo(req).slo_class, by_load_s, now_s)
+        tpot_s = self.delivered.predict(self.slo(req).slo_class, by_load_s, self.arrival_s(req))
         self._predicted_s[req] = tpot_s, by_load_s
 
     def _learn_tpot(self, request: FinishedRequest, by_load_s: float | None, end_s: float) -> None:

@@ -297,7 +297,7 @@ def test_a_prediction_is_compared_with_what_was_delivered() -> None:
     reqs = [(Req(), predicted_s) for predicted_s in (0.022, 0.030, None)]  # delivered: 20 ms per token
     for req, predicted_s in reqs:
         if predicted_s is not None:
-            books.predict(req, predicted_s, books.arrival_s(req))
+            books.predict(req, predicted_s)
     for req, predicted_s in reqs:
         report = books.close(req)
         assert report["tpot_predicted_ms"] == (None if predicted_s is None else predicted_s * 1e3)
@@ -306,7 +306,7 @@ def test_a_prediction_is_compared_with_what_was_delivered() -> None:
     for edge, below in (("0.05", 0), ("0.15", 1), ("1.0", 2)):  # +10% and +50%
         assert registry.get_sample_value(f"{name}_bucket", {**labels, "le": edge}) == below
     gave_up = Req(finished_reason=FINISH_ABORT(500))
-    books.predict(gave_up, 0.022, books.arrival_s(gave_up))
+    books.predict(gave_up, 0.022)
     books.close(gave_up)
     assert registry.get_sample_value(f"{name}_count", labels) == 2, "a failed request has no TPOT to compare"
 
@@ -316,10 +316,10 @@ def test_predictions_learn_from_what_was_delivered() -> None:
     books = ledger()
     for expected_ms in (40.0, 20.0):
         req = Req()
-        books.predict(req, 0.040, books.arrival_s(req))
+        books.predict(req, 0.040)
         assert books.close(req)["tpot_predicted_ms"] == pytest.approx(expected_ms)
     gave_up = Req(finished_reason=FINISH_ABORT(500))
-    books.predict(gave_up, 0.040, 0.0)
+    books.predict(gave_up, 0.040)
     books.close(gave_up)
     assert books.delivered.predict("coding", 0.040, 0.0) == pytest.approx(0.020)
 
@@ -327,7 +327,7 @@ def test_predictions_learn_from_what_was_delivered() -> None:
 def test_who_limits_speculation_says_nothing_of_its_class() -> None:
     books, params = ledger(), RequestSLO("coding", 0.050, speculation=0).in_params(None)
     req = Req(sampling_params=SimpleNamespace(custom_params=params, max_new_tokens=11))
-    books.predict(req, 0.010, books.arrival_s(req))
+    books.predict(req, 0.010)
     assert books.close(req)["tpot_predicted_ms"] == pytest.approx(10.0)
     assert books.delivered.predict("coding", 0.010, 0.0) == pytest.approx(0.010)
 
