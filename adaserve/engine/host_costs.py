@@ -103,7 +103,7 @@ class HostCosts:
         if new_s > old_s and self._alone < ALONE:
             return
         if abs(new_s / old_s - 1) > MOVED:
-            self._ledger.set_baseline(new_s)
+            self._ledger.baseline_s = new_s
             logger.info(
                 "AdaServe: baseline %.1f ms per token instead of %.1f, learned from what was served; "
                 "SLOs that are multiples of it follow",

@@ -45,6 +45,7 @@ class SLOLedger:
     """Knows each request's SLO, and settles requests when they finish."""
 
     def __init__(self, baseline_s: float, stats: SLOStats, log: RequestLog | None = None) -> None:
+        # Of the unloaded server, per token. Where it changes, requests that were seen already keep their SLO.
         self.baseline_s = baseline_s
         self.stats = stats
         self._log = log
@@ -60,10 +61,6 @@ class SLOLedger:
         self._queue = 0
         self._gated: dict[str, list[float]] = {}
         self._kv_use = 0.0
-
-    def set_baseline(self, baseline_s: float) -> None:
-        """Seconds per token of the unloaded server. Requests that were seen already keep their SLO."""
-        self.baseline_s = baseline_s
 
     def slo(self, req: Any) -> SLO:
         """The request's SLO, settled when it is first asked for."""

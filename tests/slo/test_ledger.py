@@ -232,7 +232,7 @@ def test_an_slo_is_settled_once() -> None:
     books = ledger()
     req, later = Req(), Req("later")
     assert books.slo(req).tpot_s == pytest.approx(0.024)
-    books.set_baseline(0.040)
+    books.baseline_s = 0.040
     assert books.slo(req).tpot_s == pytest.approx(0.024) and books.close(req)["tpot_slo_ms"] == 24
     assert books.slo(later).tpot_s == pytest.approx(0.048)
 
