@@ -39,7 +39,7 @@ _FLAGS = {
     "--policy": "cache_aware",
     # By default a prompt follows its prefix until one replica has 64 requests more than another one.
     "--balance-abs-threshold": "4",
-    # By default a dead replica is noticed after three minutes, and a new one a minute later. A request
+    # By default a dead replica is noticed after three minutes, and one that is back after two more. A request
     # that meets a dead one until then is tried again, for three seconds.
     "--health-check-interval-secs": "2",
     "--health-check-timeout-secs": "25",  # a busy replica takes up to 20 s
