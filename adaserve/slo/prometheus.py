@@ -165,8 +165,9 @@ class ServerMetrics:
             self.gated.labels(name).set(0)
             self.gated_s.labels(name).set(0)
 
-    def finish(self, name: str, request: FinishedRequest) -> None:
-        """Counts a finished request under the class label ``name``."""
+    def finish(self, request: FinishedRequest) -> None:
+        """Counts a finished request."""
+        name = request.slo.slo_class
         outcomes = {"all": request.met}
         if math.isfinite(request.slo.tpot_s):
             outcomes["tpot"] = request.met_tpot

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from adaserve.slo.classes import CUSTOM_CLASS, SLOConfig, to_ms
+from adaserve.slo.classes import SLOConfig, to_ms
 from adaserve.slo.events import READING, STAGES, DraftLearning, FinishedRequest, IterationSample
 from adaserve.slo.forecast import Forecast
 from adaserve.slo.prometheus import ServerMetrics
@@ -179,9 +179,7 @@ class SLOStats:
 
     def finish(self, request: FinishedRequest) -> None:
         """Counts a request that ended. Do not call it for warm-up or client-aborted requests."""
-        slo = request.slo
-        # An unexpected name must not create a new time series.
-        name = slo.slo_class if slo.slo_class in self._targets else CUSTOM_CLASS
+        slo, name = request.slo, request.slo.slo_class
         self._slos[name] = (to_ms(slo.tpot_s), to_ms(slo.ttft_s))
         requests, attained = self._totals.get(name, (0, 0))
         self._totals[name] = (requests + 1, attained + request.met)
@@ -192,7 +190,7 @@ class SLOStats:
                 SlowRequest(self._clock(), name, *times, request.output_tokens, slow_reason(request))
             )
         if self._metrics is not None:
-            self._metrics.finish(name, request)
+            self._metrics.finish(request)
             self._publish(self._metrics)
 
     def iteration(self, sample: IterationSample) -> None:
