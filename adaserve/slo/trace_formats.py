@@ -42,9 +42,11 @@ def read_trace(path: str | Path, fmt: str = "auto", sort: bool = False) -> Trace
     name = detect_format(text, str(path)) if fmt == "auto" else fmt
     if name not in FORMATS:
         raise TraceError(f"unknown trace format {name!r}: known are auto, {', '.join(FORMATS)}")
+    located, row_of = FORMATS[name]
     rows: list[TraceRow] = []
     skipped = 0
-    for where, row in FORMATS[name](text, str(path)):
+    for where, data in located(text, str(path)):
+        row = row_of(data, where)
         if row is None:
             skipped += 1
         else:
@@ -90,10 +92,13 @@ def detect_format(text: str, path: str) -> str:
     )
 
 
-Located = Iterator[tuple[str, TraceRow | None]]
+Located = Iterator[tuple[str, Mapping[str, Any]]]
+"""The rows of a file as they stand there, each with its place."""
+RowOf = Callable[[Mapping[str, Any], str], TraceRow | None]
+"""Reads one of them, at this place; None for what is no request."""
 
 
-def _jsonl_objects(text: str, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _jsonl(text: str, path: str) -> Located:
     for number, line in enumerate(json_lines(text), 1):
         if not line.strip():
             continue
@@ -102,61 +107,10 @@ def _jsonl_objects(text: str, path: str) -> Iterator[tuple[str, Mapping[str, Any
             data = json.loads(line)
         except (ValueError, RecursionError) as e:  # a number of 5000 digits, endless brackets
             raise TraceError(f"{where}: not a JSON object: {e}") from e
-        if not isinstance(data, Mapping):
-            raise TraceError(f"{where}: expected a JSON object, got {type(data).__name__}")
-        yield where, data
+        yield where, _object(data, where)
 
 
-def _read_jsonl(text: str, path: str) -> Located:
-    for where, data in _jsonl_objects(text, path):
-        session = data.get("session_id")
-        yield (
-            where,
-            TraceRow(
-                arrival_s=_number(data, "timestamp", where) / 1e3,
-                prompt_tokens=_count(data, "input_length", where),
-                output_tokens=_count(data, "output_length", where),
-                slo_class=data.get("slo_class"),
-                slo_tpot_ms=_optional(data, "slo_tpot_ms", where),
-                slo_x_baseline=_optional(data, "slo_x_baseline", where),
-                slo_ttft_ms=_optional(data, "slo_ttft_ms", where),
-                session_id=None if session is None else str(session),
-                hash_ids=_hash_ids(data, where),
-                text=data.get("text_input"),
-                prompt_id=data.get("prompt_id"),
-            ),
-        )
-
-
-def _hash_ids(data: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    ids = data.get("hash_ids") or []
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise TraceError(f"{where}: hash_ids must be a list of whole numbers, not {str(ids)[:40]!r}")
-    return tuple(ids)
-
-
-def _read_adaserve_jsonl(text: str, path: str) -> Located:
-    for where, data in _jsonl_objects(text, path):
-        kind, value = data.get("slo_kind"), _optional(data, "slo_value", where)
-        if kind not in ("x_baseline", "abs_ms", None):
-            raise TraceError(f"{where}: slo_kind {kind!r} is neither x_baseline nor abs_ms")
-        yield (
-            where,
-            TraceRow(
-                arrival_s=_number(data, "arrival_s", where),
-                prompt_tokens=_count(data, "prompt_tokens", where),
-                output_tokens=_count(data, "output_tokens", where),
-                slo_class=data.get("category"),
-                slo_tpot_ms=value if kind == "abs_ms" else None,
-                slo_x_baseline=value if kind == "x_baseline" else None,
-                prompt_id=data.get("prompt_id"),
-            ),
-        )
-
-
-def _read_adaserve(text: str, path: str) -> Located:
-    """The artifact's JSON array: ``slo_ratio`` > 0 is a multiple of the baseline (coding), < 0 is
-    minus the TPOT in ms (its datasets: -50 chat, -150 summarization)."""
+def _array(text: str, path: str) -> Located:
     try:
         items = json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -165,26 +119,16 @@ def _read_adaserve(text: str, path: str) -> Located:
         raise TraceError(f"{path}: expected a JSON array, got {type(items).__name__}")
     for number, data in enumerate(items):
         where = f"{path}[{number}]"
-        if not isinstance(data, Mapping):
-            raise TraceError(f"{where}: expected a JSON object, got {type(data).__name__}")
-        ratio = _number(data, "slo_ratio", where)
-        slo_class = "coding" if ratio > 0 else {-50.0: "chat", -150.0: "summarization"}.get(ratio)
-        prompt = data.get("prompt")
-        yield (
-            where,
-            TraceRow(
-                arrival_s=_number(data, "emission_time_ms", where) / 1e3,
-                prompt_tokens=_count(data, "input_length", where),
-                output_tokens=_count(data, "output_length", where),
-                slo_class=slo_class or CUSTOM_CLASS,
-                slo_tpot_ms=-ratio if ratio < 0 else None,
-                slo_x_baseline=ratio if ratio > 0 else None,
-                text=prompt,
-            ),
-        )
+        yield where, _object(data, where)
 
 
-def _csv_rows(text: str, path: str) -> Iterator[tuple[str, dict[str, str]]]:
+def _object(data: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise TraceError(f"{where}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _table(text: str, path: str) -> Located:
     reader = csv.reader(io.StringIO(text))
     lines = _lines(reader, path)
     columns = [c.strip().lower() for c in next(lines, [])]
@@ -206,28 +150,75 @@ def _lines(reader: Iterator[list[str]], path: str) -> Iterator[list[str]]:
         raise TraceError(f"{path}: not a table: {e}") from e
 
 
-def _read_csv(text: str, path: str) -> Located:
-    for where, data in _csv_rows(text, path):
-        yield (
-            where,
-            TraceRow(
-                arrival_s=_number(data, "arrival_s", where),
-                prompt_tokens=_count(data, "prompt_tokens", where),
-                output_tokens=_count(data, "output_tokens", where),
-            ),
-        )
+def _ours(data: Mapping[str, Any], where: str) -> TraceRow:
+    session = data.get("session_id")
+    return TraceRow(
+        arrival_s=_number(data, "timestamp", where) / 1e3,
+        prompt_tokens=_count(data, "input_length", where),
+        output_tokens=_count(data, "output_length", where),
+        slo_class=data.get("slo_class"),
+        slo_tpot_ms=_optional(data, "slo_tpot_ms", where),
+        slo_x_baseline=_optional(data, "slo_x_baseline", where),
+        slo_ttft_ms=_optional(data, "slo_ttft_ms", where),
+        session_id=None if session is None else str(session),
+        hash_ids=_hash_ids(data, where),
+        text=data.get("text_input"),
+        prompt_id=data.get("prompt_id"),
+    )
 
 
-def _read_azure(text: str, path: str) -> Located:
-    for where, data in _csv_rows(text, path):
-        yield (
-            where,
-            TraceRow(
-                arrival_s=_azure_time(_given(data, "timestamp", where), where),
-                prompt_tokens=_count(data, "contexttokens", where),
-                output_tokens=_count(data, "generatedtokens", where),
-            ),
-        )
+def _hash_ids(data: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    ids = data.get("hash_ids") or []
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise TraceError(f"{where}: hash_ids must be a list of whole numbers, not {str(ids)[:40]!r}")
+    return tuple(ids)
+
+
+def _simplified_artifact(data: Mapping[str, Any], where: str) -> TraceRow:
+    kind, value = data.get("slo_kind"), _optional(data, "slo_value", where)
+    if kind not in ("x_baseline", "abs_ms", None):
+        raise TraceError(f"{where}: slo_kind {kind!r} is neither x_baseline nor abs_ms")
+    return TraceRow(
+        arrival_s=_number(data, "arrival_s", where),
+        prompt_tokens=_count(data, "prompt_tokens", where),
+        output_tokens=_count(data, "output_tokens", where),
+        slo_class=data.get("category"),
+        slo_tpot_ms=value if kind == "abs_ms" else None,
+        slo_x_baseline=value if kind == "x_baseline" else None,
+        prompt_id=data.get("prompt_id"),
+    )
+
+
+def _artifact(data: Mapping[str, Any], where: str) -> TraceRow:
+    """``slo_ratio`` > 0 is a multiple of the baseline (coding), < 0 is minus the TPOT in ms (the artifact's
+    datasets: -50 chat, -150 summarization)."""
+    ratio = _number(data, "slo_ratio", where)
+    slo_class = "coding" if ratio > 0 else {-50.0: "chat", -150.0: "summarization"}.get(ratio)
+    return TraceRow(
+        arrival_s=_number(data, "emission_time_ms", where) / 1e3,
+        prompt_tokens=_count(data, "input_length", where),
+        output_tokens=_count(data, "output_length", where),
+        slo_class=slo_class or CUSTOM_CLASS,
+        slo_tpot_ms=-ratio if ratio < 0 else None,
+        slo_x_baseline=ratio if ratio > 0 else None,
+        text=data.get("prompt"),
+    )
+
+
+def _simplified_azure(data: Mapping[str, Any], where: str) -> TraceRow:
+    return TraceRow(
+        arrival_s=_number(data, "arrival_s", where),
+        prompt_tokens=_count(data, "prompt_tokens", where),
+        output_tokens=_count(data, "output_tokens", where),
+    )
+
+
+def _azure(data: Mapping[str, Any], where: str) -> TraceRow:
+    return TraceRow(
+        arrival_s=_azure_time(_given(data, "timestamp", where), where),
+        prompt_tokens=_count(data, "contexttokens", where),
+        output_tokens=_count(data, "generatedtokens", where),
+    )
 
 
 def _azure_time(text: str, where: str) -> float:
@@ -239,30 +230,28 @@ def _azure_time(text: str, where: str) -> float:
     return time.replace(tzinfo=time.tzinfo or UTC).timestamp()
 
 
-def _read_burstgpt(text: str, path: str) -> Located:
-    for where, data in _csv_rows(text, path):
-        if _number(data, "response tokens", where) == 0:  # a request that failed there
-            yield where, None
-            continue
-        session = data.get("session id")
-        row = TraceRow(
-            arrival_s=_number(data, "timestamp", where),
-            prompt_tokens=_count(data, "request tokens", where),
-            output_tokens=_count(data, "response tokens", where),
-            session_id=session or None,
-        )
-        yield where, row
+def _burstgpt(data: Mapping[str, Any], where: str) -> TraceRow | None:
+    """None for a request that failed there."""
+    if _number(data, "response tokens", where) == 0:
+        return None
+    return TraceRow(
+        arrival_s=_number(data, "timestamp", where),
+        prompt_tokens=_count(data, "request tokens", where),
+        output_tokens=_count(data, "response tokens", where),
+        session_id=data.get("session id") or None,
+    )
 
 
-FORMATS: Mapping[str, Callable[[str, str], Located]] = {
-    "jsonl": _read_jsonl,
-    "mooncake": _read_jsonl,
-    "azure": _read_azure,
-    "csv": _read_csv,
-    "burstgpt": _read_burstgpt,
-    "adaserve": _read_adaserve,
-    "adaserve-jsonl": _read_adaserve_jsonl,
+FORMATS: Mapping[str, tuple[Callable[[str, str], Located], RowOf]] = {
+    "jsonl": (_jsonl, _ours),
+    "mooncake": (_jsonl, _ours),
+    "azure": (_table, _azure),
+    "csv": (_table, _simplified_azure),
+    "burstgpt": (_table, _burstgpt),
+    "adaserve": (_array, _artifact),
+    "adaserve-jsonl": (_jsonl, _simplified_artifact),
 }
+"""How a file is taken apart, and what a row of it says."""
 
 _CLOCKS = ("azure", "burstgpt")
 """Formats whose times come from a clock: they count from the first request kept."""
