@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -214,18 +215,6 @@ class AdaServeConfig(Checked):
             raise ConfigError(f"unknown policy {shown(name)}: known are {', '.join(policy_names())}{chains}")
         return name
 
-    @model_validator(mode="after")
-    def _deep_enough(self) -> Self:
-        from adaserve.scheduler.policies import chain_length
-
-        length = chain_length(self.policy)
-        if self.draft_models and length is not None and length > self.max_depth:
-            raise ConfigError(
-                f"{self.policy} drafts {length} tokens deep, and trees have at most {self.max_depth} levels: "
-                "give a larger max_depth (Medusa heads allow one level each), or a shorter chain"
-            )
-        return self
-
     @field_validator("drafts")
     @classmethod
     def _known_drafts(cls, value: str) -> str:
@@ -258,44 +247,6 @@ class AdaServeConfig(Checked):
         if path is None or (path and Path(path).is_dir()) or HUB_NAME.fullmatch(path):
             return path
         raise ConfigError(f"there is no folder {path}")
-
-    @model_validator(mode="after")
-    def _second_needs_first(self) -> Self:
-        if self.second_draft is not None and not self.has_model:
-            raise ConfigError(
-                f"drafts are {self.drafts}, so a second draft model would not be used: leave it out, or set "
-                "drafts to model or model,suffix"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _settings_of_a_draft_that_is_there(self) -> Self:
-        if self.draft_kind != "auto" and not self.has_model:
-            raise ConfigError(
-                f"drafts are {self.drafts}, so draft_kind {self.draft_kind} would have no effect: give a "
-                "draft (--draft-model-path), or leave draft_kind out"
-            )
-        if self.draft_window != 0 and not self.draft_models:
-            raise ConfigError(
-                f"drafts are {self.drafts}, which read no draft_window: leave it out, or set drafts to model "
-                "or self"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _heads_draft_alone(self) -> Self:
-        if self.medusa is None:
-            return self
-        refusals = (
-            (not self.has_model, f"draft, but drafts are {self.drafts}: set drafts to model or model,suffix"),
-            (self.second_draft is not None, "cannot be one of two drafts: leave --second-draft out"),
-            (self.learn, "do not learn: leave --learn out"),
-            (self.draft_window != 0, "read no context: use --draft-window 0"),
-        )
-        for refused, reason in refusals:
-            if refused:
-                raise ConfigError(f"Medusa heads {reason}")
-        return self
 
     @field_validator("slo_config")
     @classmethod
@@ -334,26 +285,65 @@ class AdaServeConfig(Checked):
         return path
 
     @model_validator(mode="after")
-    def _something_learns(self) -> Self:
-        if self.learn_folder is not None and not self.learn:
-            raise ConfigError("learn_folder keeps drafts that learn: give --learn as well, or no folder")
-        if self.learn and not self.has_model:
-            raise ConfigError(f"drafts are {self.drafts}, so nothing can learn: give --drafts model")
+    def _fit_together(self) -> Self:
+        for is_refused, reason in self._contradictions():
+            if is_refused:
+                raise ConfigError(reason)
         return self
+
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        """Settings that cannot hold together, and what to do about it."""
+        from adaserve.scheduler.policies import chain_length
+
+        length, drafts = chain_length(self.policy), f"drafts are {self.drafts}"
+        yield (
+            bool(self.draft_models) and length is not None and length > self.max_depth,
+            f"{self.policy} drafts {length} tokens deep, and trees have at most {self.max_depth} levels: "
+            "give a larger max_depth (Medusa heads allow one level each), or a shorter chain",
+        )
+        yield (
+            self.second_draft is not None and not self.has_model,
+            f"{drafts}, so a second draft model would not be used: leave it out, or set drafts to model or "
+            "model,suffix",
+        )
+        yield (
+            self.draft_kind != "auto" and not self.has_model,
+            f"{drafts}, so draft_kind {self.draft_kind} would have no effect: give a draft "
+            "(--draft-model-path), or leave draft_kind out",
+        )
+        yield (
+            self.draft_window != 0 and not self.draft_models,
+            f"{drafts}, which read no draft_window: leave it out, or set drafts to model or self",
+        )
+        if self.medusa is not None:
+            yield (
+                not self.has_model,
+                f"Medusa heads draft, but {drafts}: set drafts to model or model,suffix",
+            )
+            yield (
+                self.second_draft is not None,
+                "Medusa heads cannot be one of two drafts: leave --second-draft out",
+            )
+            yield self.learn, "Medusa heads do not learn: leave --learn out"
+            yield self.draft_window != 0, "Medusa heads read no context: use --draft-window 0"
+        yield (
+            self.learn_folder is not None and not self.learn,
+            "learn_folder keeps drafts that learn: give --learn as well, or no folder",
+        )
+        yield (
+            self.learn and not self.has_model,
+            f"{drafts}, so nothing can learn: give --drafts model",
+        )
+        yield (
+            self.has_self and self.draft_window == 0,
+            "drafts are self, and a target that reads its whole context drafts no faster than it decodes: "
+            "set draft_window to auto or to a number of recent tokens",
+        )
 
     @property
     def has_model(self) -> bool:
         """Whether a draft model is served, or heads."""
         return "model" in self.drafts.split(",")
-
-    @model_validator(mode="after")
-    def _self_reads_little(self) -> Self:
-        if self.has_self and self.draft_window == 0:
-            raise ConfigError(
-                "drafts are self, and a target that reads its whole context drafts no faster than it "
-                "decodes: set draft_window to auto or to a number of recent tokens"
-            )
-        return self
 
     @property
     def has_self(self) -> bool:
