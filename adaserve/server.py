@@ -60,8 +60,9 @@ def url_of(host: str, port: int, *, tls: bool = False) -> str:
     return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def bearer(key: str | None) -> dict[str, str]:
-    """The header with which a request is let in."""
+def bearer(flags: Sequence[str]) -> dict[str, str]:
+    """The header with which a server that was started with these flags lets a request in."""
+    key = api_key(flags)
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
@@ -139,7 +140,7 @@ class ServerSpec:
 
     @property
     def headers(self) -> dict[str, str]:
-        return bearer(api_key(self.extra))
+        return bearer(self.extra)
 
     def command(self) -> list[str]:
         """The command line of ``sglang.launch_server``; widens the embedded target if need be."""

@@ -71,7 +71,7 @@ class ReplicaSpec:
 
     @property
     def headers(self) -> dict[str, str]:
-        return bearer(api_key(self.flags))
+        return bearer(self.flags)
 
     def promising(self, baseline_ms: float) -> ReplicaSpec:
         """The same replica with that baseline, unless its flags give one: a class that is a multiple of the
@@ -119,7 +119,7 @@ class RouterSpec:
 
     @property
     def headers(self) -> dict[str, str]:
-        return bearer(api_key(self.extra))
+        return bearer(self.extra)
 
     @property
     def ports(self) -> tuple[int, ...]:
