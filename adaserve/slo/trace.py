@@ -100,7 +100,7 @@ class Trace:
         kept = tuple(replace(row, arrival_s=row.arrival_s - rows[0].arrival_s) for row in rows)
         return cls(kept, ", ".join(trace.source for trace in parts), sum(trace.skipped for trace in parts))
 
-    def window(self, start_s: float = 0.0, duration_s: float = math.inf) -> Trace:
+    def window(self, start_s: float, duration_s: float = math.inf) -> Trace:
         """The rows that arrive in [start, start + duration), with time counted from ``start_s``."""
         kept = [r for r in self.rows if start_s <= r.arrival_s < start_s + duration_s]
         return replace(self, rows=tuple(replace(r, arrival_s=r.arrival_s - start_s) for r in kept))
