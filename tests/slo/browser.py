@@ -82,9 +82,7 @@ def call(url: str, data: Any = None, method: str | None = None) -> Any:
 
 
 @contextlib.contextmanager
-def browser(
-    width: int, height: int, dark: bool = False, scale: float = 1.0, keeps_data: bool = True
-) -> Iterator[Browser]:
+def browser(width: int, height: int, dark: bool = False, keeps_data: bool = True) -> Iterator[Browser]:
     """A window of that size in CSS pixels; narrow ones are phones. ``keeps_data``: cookies and the like."""
     with tempfile.TemporaryDirectory() as profile, _driver() as base:
         options: dict[str, Any] = {
@@ -95,7 +93,7 @@ def browser(
         wanted = {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}
         session = call(f"{base}/session", {"capabilities": wanted})["sessionId"]
         window = Browser(base, session)
-        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1.0, "mobile": width < 600}
         media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         for cmd, params in (
             ("Emulation.setDeviceMetricsOverride", metrics),

@@ -28,9 +28,9 @@ from tests.slo.browser import AVAILABLE, DRAWN, browser
 needs_browser = pytest.mark.skipif(not AVAILABLE, reason="Chromium and its driver are not installed")
 
 
-def made_up(seconds: float = 300.0, seed: int = 0) -> SLOStats:
+def made_up(seconds: float = 300.0) -> SLOStats:
     """A server under a load that comes and goes: coding suffers at the peaks."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     end = time.time()
     now = [end - seconds]
     stats = SLOStats(SLOConfig(), None, lambda: now[0])
