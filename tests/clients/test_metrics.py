@@ -17,8 +17,8 @@ from tests.clients.conftest import MODEL, Counts
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
 
 
-def complete(server: ServerProcess, slo_class: str, tokens: int = 12) -> None:
-    body = {"model": MODEL, "prompt": "import os\n", "max_tokens": tokens, "temperature": 0}
+def complete(server: ServerProcess, slo_class: str) -> None:
+    body = {"model": MODEL, "prompt": "import os\n", "max_tokens": 12, "temperature": 0}
     answer = httpx.post(
         f"{server.url}/v1/completions", json=body, headers={"x-slo-class": slo_class}, timeout=120
     )

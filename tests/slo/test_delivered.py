@@ -11,11 +11,11 @@ from adaserve.slo.delivered import FADES_S, LEAST_TOKENS, DeliveredTPOT
 NOW = 100.0
 
 
-def served(*got: tuple[float, float], slo_class: str = "chat") -> DeliveredTPOT:
+def served(*got: tuple[float, float]) -> DeliveredTPOT:
     """Requests that got the first number of seconds where the load alone had said the second."""
     books = DeliveredTPOT()
     for tpot_s, by_load_s in got:
-        books.add(slo_class, 100, tpot_s, by_load_s, NOW)
+        books.add("chat", 100, tpot_s, by_load_s, NOW)
     return books
 
 

@@ -38,9 +38,9 @@ class FINISH_LENGTH:  # noqa: N801
 class Req:
     """The part of SGLang's ``Req`` that the ledger reads; 11 tokens at 20 ms after a prefill at 1.0 s."""
 
-    def __init__(self, rid: str = "r", slo_class: str = "coding", **changes: Any) -> None:
+    def __init__(self, rid: str = "r", **changes: Any) -> None:
         self.rid = rid
-        slo = resolve({"x-slo-class": slo_class}, None, SLOConfig())
+        slo = resolve({"x-slo-class": "coding"}, None, SLOConfig())
         self.sampling_params = SimpleNamespace(custom_params=slo.in_params(None), max_new_tokens=11)
         self.output_ids_through_stop = list(range(11))
         self.finished_reason: Any = None
