@@ -42,5 +42,5 @@ def not_utf8(text: str) -> str | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The same, for people to read as well."""
+    """Replaces a file of JSON as ``write_whole`` does; for people to read as well."""
     write_whole(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
