@@ -44,10 +44,8 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         # SGLang would wait a minute for a GPU's core dump before a broken server ends.
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
         # SGLang has filled in its own CPU defaults by now; torch_native ignores tree masks.
-        if server_args.attention_backend in (None, "intel_amx", "torch_native"):
+        if server_args.attention_backend in ("intel_amx", "torch_native"):
             server_args.attention_backend = ATTENTION_BACKEND
-        if server_args.sampling_backend is None:
-            server_args.sampling_backend = "pytorch"
 
     def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
         if kind != "mha":
