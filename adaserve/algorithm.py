@@ -86,14 +86,11 @@ def tell_what_is_not_used(args: Any) -> None:
 def leave_graphs_to_us(args: Any, ours: AdaServeConfig) -> None:
     """SGLang cannot capture a plugin algorithm's decode graphs; ours are captured by ``GpuDevice``. Its
     prefill graphs are captured before a head has said what it reads, and would never hand that out."""
-    config = args.cuda_graph_config
-    if config is None:
-        return
-    if config.decode.backend != "disabled":
-        config = replace(config, decode=replace(config.decode, backend="disabled"))
+    given = args.cuda_graph_config
+    config = replace(given, decode=replace(given.decode, backend="disabled"))
     path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
     has_head = ours.medusa is not None or (path and kind_at(path, revision) in ("eagle3", "mtp"))
-    if config.prefill.backend != "disabled" and has_head:
+    if has_head:
         config = replace(config, prefill=replace(config.prefill, backend="disabled"))
     args.cuda_graph_config = config
 
