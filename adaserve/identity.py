@@ -18,9 +18,8 @@ def is_ours(algorithm: Any) -> bool:
 
 @dataclass
 class Registration:
-    """Whether this process has registered, and what went wrong."""
+    """Of this process with SGLang."""
 
-    done: bool = False
     failure: BaseException | None = None
 
 
@@ -30,13 +29,8 @@ registration = Registration()
 def ensure_registered() -> None:
     """Raises RuntimeError with what went wrong in ``adaserve.plugin.register``.
 
-    SGLang only logs a plugin's failure and would serve without it."""
+    SGLang only logs a plugin's failure and would serve without its hooks."""
     if registration.failure is not None:
         raise RuntimeError(
             "AdaServe could not be registered with SGLang; see the cause above"
         ) from registration.failure
-    if not registration.done:
-        raise RuntimeError(
-            "AdaServe's SGLang plugin was not loaded: "
-            "add adaserve and adaserve_cpu to SGLANG_PLUGINS if that is set, and unset SGLANG_PLATFORM"
-        )

@@ -19,7 +19,6 @@ def register() -> None:
 
         algorithm.register()
         apply_all()
-        registration.done = True
     except BaseException as error:
         registration.failure = error
         raise

@@ -1,0 +1,26 @@
+"""What SGLang is told when our plugin could not be loaded: it would serve without it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from adaserve import algorithm, plugin
+from adaserve.algorithm import AdaServeAlgorithm
+from adaserve.identity import NAME, registration
+from adaserve.lifetime import PARENT_ENV
+
+
+def test_a_failure_to_register_ends_the_start_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ImportError("another version")
+
+    monkeypatch.delenv(PARENT_ENV, raising=False)
+    monkeypatch.setattr(registration, "failure", None)
+    monkeypatch.setattr(algorithm, "register", fail)
+    with pytest.raises(ImportError):
+        plugin.register()
+    with pytest.raises(RuntimeError, match="could not be registered") as refused:
+        AdaServeAlgorithm(NAME, lambda _: object).handle_server_args(SimpleNamespace())
+    assert str(refused.value.__cause__) == "another version"
