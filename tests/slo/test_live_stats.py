@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from adaserve.slo.classes import SLO, SLOConfig
-from adaserve.slo.events import DraftLearning, FinishedRequest, IterationSample
+from adaserve.slo.events import DraftLearning, DraftScores, FinishedRequest, IterationSample, Judged
 from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.snapshot import LEAST_LOST, build_snapshot
@@ -114,6 +114,7 @@ def test_what_a_draft_learns_is_counted_up() -> None:
     learning = DraftLearning(trainer="running", swaps=1, tokens=100, cpu_s=0.5)
     s.learned(learning)
     learning.swaps, learning.tokens, learning.cpu_s = 3, 250, 0.75
+    learning.judged = [Judged(0.0, 1.5, 1.4, 1.3, "better", {"chat": DraftScores(9, 1.4, 1.2)})]
     s.learned(learning)
     names = (
         "swaps_total",
@@ -124,6 +125,9 @@ def test_what_a_draft_learns_is_counted_up() -> None:
     )
     got = [registry.get_sample_value(f"adaserve:draft_{name}", MODEL) for name in names]
     assert got == [3, 0, 250, 0.75, 1]
+    for draft, accepted in (("present", 1.4), ("first", 1.2)):
+        labels = MODEL | {"draft": draft, "slo_class": "chat"}
+        assert registry.get_sample_value("adaserve:draft_accepted", labels) == accepted
 
 
 def test_snapshot_figures() -> None:
@@ -300,6 +304,13 @@ def test_prometheus_counts() -> None:
     assert value("adaserve:slo_tpot_ratio_bucket", slo_class="coding", le="0.5") == 0
     assert value("adaserve:slo_tpot_ratio_bucket", slo_class="coding", le="0.75") == 2
     assert value("adaserve:iteration_seconds_total", phase="other") == pytest.approx(0.005)
+    told = {
+        "iterations_total": 1, "decoded_rows_total": 4, "drafted_tokens_total": 24, "verified_tokens_total": 20,
+        "emitted_tokens_total": 10, "expected_tokens_total": 11, "tree_depth_sum": 3, "tree_width_sum": 2,
+        "token_budget_sum": 24, "verify_batch_tokens_sum": 20, "accept_length_sum": 2.5, "calibration_error": 0.1,
+    }  # fmt: skip
+    assert {name: value(f"adaserve:{name}") for name in told} == pytest.approx(told)
+    assert value("adaserve:output_tokens_total", slo_class="coding") == 120
     for stage, tokens in (("proposed", 8), ("verified", 4), ("accepted", 3)):
         assert value("adaserve:source_tokens_total", source="suffix", stage=stage) == tokens
     assert value("adaserve:draft_window_rows_total", window="all") == 3
