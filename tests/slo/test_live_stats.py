@@ -136,7 +136,8 @@ def test_snapshot_figures() -> None:
     s.finish(request(tpot_s=0.060))
     s.finish(request(slo_class="chat", failed=True, tpot_s=None, output_tokens=0))
     read = {"all": 3, "256": 1}
-    s.iteration(iteration(sources={"model": [24, 12, 5], "suffix": [8, 4, 4]}, windows=read))
+    drafts = {"model": [24, 12, 5], "suffix": [8, 4, 4]}
+    s.iteration(iteration(depth=9, width=4, sources=drafts, windows=read))
     s.iteration(iteration(new_tokens=6, depth=1, sources={"suffix": [8, 0, 0]}, windows={"256": 4}))
     clock.now += 4
     snap = build_snapshot([json.loads(json.dumps(s.state()))], "m", "adaserve", 25.0)
@@ -156,6 +157,12 @@ def test_snapshot_figures() -> None:
     assert snap.iteration_ms == pytest.approx({"draft": 4, "select": 1, "verify": 20, "other": 5})
     assert (snap.depth, snap.width, snap.budget, snap.running, snap.queue) == (1, 2, 24, 4, 1)
     assert [e.slo_class for e in snap.slow] == ["coding", "chat"]
+    history = snap.history
+    means = {"running": 4, "accept_length": 2, "depth": 5, "width": 3, "budget": 24}
+    assert {name: getattr(history, name)[0] for name in means} == means
+    ratios = history.ratio_p50["coding"][-1], history.ratio_p99["coding"][-1]
+    assert ratios == (coding.ratio_p50, coding.ratio_p99)
+    assert history.ttft_p50_ms["coding"][-1] == history.ttft_p99_ms["coding"][-1] == coding.ttft_p50_ms
     json.dumps(snap.to_json(), allow_nan=False)
 
 
@@ -305,9 +312,10 @@ def test_prometheus_counts() -> None:
     assert value("adaserve:slo_tpot_ratio_bucket", slo_class="coding", le="0.75") == 2
     assert value("adaserve:iteration_seconds_total", phase="other") == pytest.approx(0.005)
     told = {
-        "iterations_total": 1, "decoded_rows_total": 4, "drafted_tokens_total": 24, "verified_tokens_total": 20,
-        "emitted_tokens_total": 10, "expected_tokens_total": 11, "tree_depth_sum": 3, "tree_width_sum": 2,
-        "token_budget_sum": 24, "verify_batch_tokens_sum": 20, "accept_length_sum": 2.5, "calibration_error": 0.1,
+        "iterations_total": 1, "decoded_rows_total": 4, "drafted_tokens_total": 24,
+        "verified_tokens_total": 20, "emitted_tokens_total": 10, "expected_tokens_total": 11,
+        "tree_depth_sum": 3, "tree_width_sum": 2, "token_budget_sum": 24, "verify_batch_tokens_sum": 20,
+        "accept_length_sum": 2.5, "calibration_error": 0.1,
     }  # fmt: skip
     assert {name: value(f"adaserve:{name}") for name in told} == pytest.approx(told)
     assert value("adaserve:output_tokens_total", slo_class="coding") == 120
