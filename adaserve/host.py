@@ -84,12 +84,16 @@ def cpu_name() -> str:
 
 
 def git_sha() -> str | None:
-    """Commit of the working tree that this code runs from, with ``-dirty`` when it differs."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
+    """Commit of the working tree that this code runs from, with ``-dirty`` when it differs; None for an
+    installed copy, which may lie below the tree of another project."""
+    here = Path(__file__)
+    is_tracked = ["git", "ls-files", "--error-unmatch", here.name]
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
     try:
-        out = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
-        )
+        for command in (is_tracked, describe):
+            out = subprocess.run(
+                command, cwd=here.parent, capture_output=True, text=True, timeout=10, check=True
+            )
     except (OSError, subprocess.SubprocessError):
         return None
     return out.stdout.strip() or None
