@@ -148,10 +148,10 @@ class Fleet:
     """Replicas and a router, as processes: ``up`` starts them, ``down`` stops them."""
 
     def __init__(self, replicas: Sequence[ReplicaSpec], router: RouterSpec, logs: Path) -> None:
-        cores = usable_cores()
-        threads = {"OMP_NUM_THREADS": str(max(1, cores // len(replicas)))}
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // len(replicas))))
         self.replicas = [
-            ServerProcess(spec, logs / f"replica-{i}.log", threads) for i, spec in enumerate(replicas)
+            ServerProcess(spec, logs / f"replica-{i}.log", {"OMP_NUM_THREADS": threads})
+            for i, spec in enumerate(replicas)
         ]
         self.router = ServerProcess(router, logs / "router.log")
         self._specs = list(replicas)

@@ -46,6 +46,7 @@ def test_a_router_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.usefixtures("installed")
 def test_ports_flags_and_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(local, "usable_cores", lambda: 5)
+    monkeypatch.delenv("OMP_NUM_THREADS")
     fleet = Fleet.of(2, ("--size", "12M"), tmp_path, "smg", ("--policy=power_of_two",), "0.0.0.0", 9000)
     assert [replica.url for replica in fleet.replicas] == ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
     assert [replica._env["OMP_NUM_THREADS"] for replica in fleet.replicas] == ["2", "2"]
@@ -54,6 +55,9 @@ def test_ports_flags_and_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert router[router.index("--prometheus-port") + 1] == "9003"
     assert router[-3:] == ["--worker-urls", *(replica.url for replica in fleet.replicas)]
     assert "--policy=power_of_two" in router and "--policy" not in router, "the user's flag wins"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    (replica,) = Fleet.of(1, (), tmp_path).replicas
+    assert replica._env["OMP_NUM_THREADS"] == "3", "and so does the user's environment"
 
 
 class Refusing(BaseHTTPRequestHandler):
