@@ -23,7 +23,7 @@ from adaserve.bench.cli import app as bench
 from adaserve.bench.gpu_check.cli import gpu_check
 from adaserve.bench.options import results_folder
 from adaserve.bench.simulate.cli import app as simulator
-from adaserve.commands import Commands, fail, new_file, new_folder
+from adaserve.commands import Commands, fail, new_file
 from adaserve.cores import short_spins
 from adaserve.fleet.cli import app as fleet
 from adaserve.learning.cli import app as draft
@@ -165,7 +165,6 @@ def serve(
         about_learning(
             "Keep better drafts here, and start with the last one.",
             show_default="not kept",
-            callback=new_folder,
         ),
     ] = None,
     record: Annotated[

@@ -279,7 +279,13 @@ class AdaServeConfig(Checked):
 
     @field_validator("learn_folder")
     @classmethod
-    def _writable(cls, path: str | None) -> str | None:
+    def _a_folder(cls, path: str | None) -> str | None:
+        if path is not None and Path(path).is_file():
+            raise ConfigError(f"{path} is a file: give a folder")
+        return cls._writable(path)
+
+    @staticmethod
+    def _writable(path: str | None) -> str | None:
         if path is not None and (why := why_unwritable(Path(path))) is not None:
             raise ConfigError(why)
         return path

@@ -59,6 +59,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"draft_window": 256, "drafts": "suffix"}, "drafts are suffix, which read no draft_window: leave"),
         ({"draft_window": "auto", "drafts": "suffix"}, "read no draft_window"),
         ({"learn_folder": "/kept"}, "give --learn as well"),
+        ({"learn": True, "learn_folder": __file__}, "learn_folder: .*.py is a file: give a folder"),
         ({"learn": True, "learn_loss": "l2"}, "learn_loss is 'l2': it should be 'forward'"),
         ({"learn_share": 1.5}, "learn_share.*less than or equal to 1"),
         ({"profile": "/nowhere.json"}, "profile: there is no file"),
