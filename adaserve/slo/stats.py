@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,18 +116,18 @@ class SlowRequest(msgspec.Struct):
 
 
 class RankState(msgspec.Struct):
-    """Everything that one scheduler process reports to the page."""
+    """What one scheduler process has counted, and reports to the page."""
 
     now: float  # epoch seconds, like ``started`` and ``last_at``
     started: float
     targets: dict[str, float]  # of all labels
-    slos: dict[str, tuple[float | None, float | None]]  # class -> TPOT and TTFT SLO of its last request, ms
-    totals: dict[str, tuple[int, int]]  # class -> requests and how many met, since the start
-    buckets: list[Bucket]  # the last HISTORY_S in which something happened
-    older: Bucket  # all before them, together
-    last: IterationSample | None
-    last_at: float
-    slow: list[SlowRequest]
+    older: Bucket  # all before ``buckets``, together
+    buckets: list[Bucket] = []  # the last HISTORY_S in which something happened
+    slos: dict[str, tuple[float | None, float | None]] = {}  # class -> TPOT and TTFT of its last request, ms
+    totals: dict[str, tuple[int, int]] = {}  # class -> requests and how many met, since the start
+    last: IterationSample | None = None
+    last_at: float = 0.0
+    slow: list[SlowRequest] = []  # the last SLOW_KEPT
     learning: DraftLearning | None = None  # where a draft learns
     stated: int = 0  # requests with an SLO of their own, since the start
     routed_without: int = 0  # requests through a router without one
@@ -161,34 +160,23 @@ class SLOStats:
         clock: Callable[[], float] = epoch_s,
     ) -> None:
         self._metrics, self._clock = metrics, clock
-        self._targets = {name: config.get(name).target for name in config.labels}
-        self._started = clock()
-        self._buckets: deque[Bucket] = deque()
-        self._older = Bucket(0)
-        self._slow: deque[SlowRequest] = deque(maxlen=SLOW_KEPT)
-        self._slos: dict[str, tuple[float | None, float | None]] = {}
-        self._totals: dict[str, tuple[int, int]] = {}
-        self._last: IterationSample | None = None
+        now, targets = clock(), {name: config.get(name).target for name in config.labels}
+        self._state = RankState(now, now, targets, older=Bucket(0))
         self._unpublished: list[IterationSample] = []
-        self._learning: DraftLearning | None = None
-        self._last_at = 0.0
-        self._stated, self._routed_without = 0, 0
-        self._forecast: Forecast | None = None
         if metrics is not None:
-            metrics.start(self._targets)
+            metrics.start(targets)
 
     def finish(self, request: FinishedRequest) -> None:
         """Counts a request that ended. Do not call it for warm-up or client-aborted requests."""
-        slo, name = request.slo, request.slo.slo_class
-        self._slos[name] = (to_ms(slo.tpot_s), to_ms(slo.ttft_s))
-        requests, attained = self._totals.get(name, (0, 0))
-        self._totals[name] = (requests + 1, attained + request.met)
+        state, slo, name = self._state, request.slo, request.slo.slo_class
+        state.slos[name] = (to_ms(slo.tpot_s), to_ms(slo.ttft_s))
+        requests, attained = state.totals.get(name, (0, 0))
+        state.totals[name] = (requests + 1, attained + request.met)
         self._bucket().classes.setdefault(name, ClassCounts()).count(request)
         if not request.met:
             times = (to_ms(request.tpot_s), to_ms(slo.tpot_s), to_ms(request.ttft_s), to_ms(slo.ttft_s))
-            self._slow.append(
-                SlowRequest(self._clock(), name, *times, request.output_tokens, slow_reason(request))
-            )
+            slow = SlowRequest(self._clock(), name, *times, request.output_tokens, slow_reason(request))
+            state.slow = [*state.slow[1 - SLOW_KEPT :], slow]
         if self._metrics is not None:
             self._metrics.finish(request)
             self._publish(self._metrics)
@@ -206,7 +194,7 @@ class SLOStats:
         held = sum(count for count, _ in sample.gated.values())
         sums["gated"] = sums.get("gated", 0.0) + held
         bucket.queue_max = max(bucket.queue_max, sample.queue)
-        self._last, self._last_at = sample, self._clock()
+        self._state.last, self._state.last_at = sample, self._clock()
         if self._metrics is not None:
             self._unpublished.append(sample)
             if len(self._unpublished) == PUBLISHED_AT_ONCE:
@@ -220,14 +208,14 @@ class SLOStats:
 
     def came(self, routed: bool, stated: bool) -> None:
         """Counts how a request came: through a router or not, with an SLO of its own or not."""
-        self._stated += stated
-        self._routed_without += routed and not stated
+        self._state.stated += stated
+        self._state.routed_without += routed and not stated
         if self._metrics is not None:
             self._metrics.came(routed, stated)
 
     def forecast(self, forecast: Forecast) -> None:
         """Publishes what one more request would get, and what iterations did: once a second at least."""
-        self._forecast = forecast
+        self._state.forecast = forecast
         if self._metrics is not None:
             self._metrics.forecast(forecast)
             self._publish(self._metrics)
@@ -244,38 +232,23 @@ class SLOStats:
 
     def learned(self, learning: DraftLearning) -> None:
         """How a draft that learns is doing now."""
-        self._learning = learning
+        self._state.learning = learning
         if self._metrics is not None:
             self._metrics.learned(learning)
 
     def state(self) -> dict[str, Any]:
         """A RankState as JSON values; see :func:`adaserve.slo.snapshot.build_snapshot`."""
-        state = RankState(
-            now=self._clock(),
-            started=self._started,
-            targets=self._targets,
-            slos=self._slos,
-            totals=self._totals,
-            buckets=list(self._buckets),
-            older=self._older,
-            last=self._last,
-            last_at=self._last_at,
-            slow=list(self._slow),
-            learning=self._learning,
-            stated=self._stated,
-            routed_without=self._routed_without,
-            forecast=self._forecast,
-        )
-        built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
+        self._state.now = self._clock()
+        built: dict[str, Any] = msgspec.to_builtins(self._state, str_keys=True)
         return built
 
     def _bucket(self) -> Bucket:
-        key = int(self._clock() // BUCKET_S)
-        if not self._buckets or self._buckets[-1].key != key:
-            self._buckets.append(Bucket(key))
-            if len(self._buckets) > HISTORY_S / BUCKET_S:
-                self._older.add(self._buckets.popleft())
-        return self._buckets[-1]
+        key, buckets = int(self._clock() // BUCKET_S), self._state.buckets
+        if not buckets or buckets[-1].key != key:
+            buckets.append(Bucket(key))
+            if len(buckets) > HISTORY_S / BUCKET_S:
+                self._state.older.add(buckets.pop(0))
+        return buckets[-1]
 
 
 def slow_reason(request: FinishedRequest) -> str:
