@@ -89,5 +89,4 @@ class Requests:
 
 def rows_of_pool(batch: Any) -> np.ndarray:
     """int64 [n]: every request's row of the request pool, from the host's own copy."""
-    rows = batch.req_pool_indices_cpu
-    return (batch.req_pool_indices.cpu() if rows is None else rows).numpy().astype(np.int64, copy=False)
+    return batch.req_pool_indices_cpu.numpy()

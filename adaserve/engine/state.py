@@ -18,7 +18,7 @@ UNKNOWN = -1
 """A token that the device has drawn, and the host has not heard of."""
 
 NO_LIMIT = 1 << 20
-"""More tokens than any answer has, and more levels than any tree."""
+"""More levels than any tree has."""
 
 
 @dataclass(slots=True)
@@ -85,11 +85,6 @@ def temperature_of(params: Any) -> float:
     return 0.0 if params.top_k == 1 else float(params.temperature)
 
 
-def most_tokens_of(params: Any) -> int:
-    """Of the answer."""
-    return NO_LIMIT if params.max_new_tokens is None else int(params.max_new_tokens)
-
-
 def deepest_allowed(req: Any, state: RequestState) -> int:
     """Deepest node of a request's trees: 0 where its logits depend on more than its own tokens, or where its
     grammar cannot be followed down a tree."""
@@ -138,7 +133,7 @@ class Asked:
             decode_start_s=np.array([s.decode_start_s for s in states]),
             temperature=np.array([temperature_of(r.sampling_params) for r in reqs]),
             prompt_tokens=np.array([s.prompt_tokens for s in states], np.int64),
-            most_tokens=np.array([most_tokens_of(r.sampling_params) for r in reqs], np.int64),
+            most_tokens=np.array([r.sampling_params.max_new_tokens for r in reqs], np.int64),
             deepest=np.array(deepest, np.int64),
             with_grammar=[i for i, r in enumerate(reqs) if r.grammar is not None],
             expects=any(s.osl is not None for s in states),

@@ -257,7 +257,7 @@ FIELDS = {
         "logits_output", "next_token_ids", "accept_lens", "cap_lens", "new_seq_lens", "next_draft_input",
         "speculative_num_draft_tokens", "speculative_output_stride", "can_run_cuda_graph",
     },
-    "sglang.srt.managers.schedule_batch.ScheduleBatch": {"chunked_req"},
+    "sglang.srt.managers.schedule_batch.ScheduleBatch": {"chunked_req", "req_pool_indices_cpu"},
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch": {
         "forward_mode", "batch_size", "input_ids", "req_pool_indices_cpu", "extend_prefix_lens_cpu",
         "extend_seq_lens_cpu", "extend_seq_lens", "extend_logprob_start_lens_cpu", "return_logprob",
