@@ -72,7 +72,7 @@ class Penalties:
             "fresh": fresh, "new": new, "at": at, "slot": slots[rank], "path": path, "stops": stops,
             **{name: values[rank] for name, values in _rates(mine).items()},
         })  # fmt: skip
-        counts, one = self._room(len(slots), logits), torch.ones(1, device=logits.device)
+        counts, one = self._room(logits), torch.ones(1, device=logits.device)
         counts.index_fill_(0, t["fresh"], 0.0)
         counts.view(-1).index_add_(0, t["new"], one.expand(len(new)))
         for part in portions(len(at), vocabulary):
@@ -103,10 +103,10 @@ class Penalties:
         slots, fresh = ([c.slot for c in some] for some in (self._counted, added.values()))
         return np.array(slots, np.int64), np.array(fresh, np.int64), np.concatenate(new)
 
-    def _room(self, slots: int, logits: Tensor) -> Tensor:
-        """The counts, with at least that many slots: those in use are the first ones."""
+    def _room(self, logits: Tensor) -> Tensor:
+        """The counts, with all slots that are in use."""
         have = 0 if self._counts is None else len(self._counts)
-        if have < (needed := max(slots, 1 + max(c.slot for c in self._counted))):
+        if have < (needed := 1 + max(c.slot for c in self._counted)):
             grown = torch.zeros(max(needed, 2 * have), logits.shape[1], device=logits.device)
             if self._counts is not None:
                 grown[:have] = self._counts
