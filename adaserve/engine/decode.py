@@ -95,7 +95,7 @@ class DecodeLoop:
         """
         pool_rows = rows_of_pool(batch)
         states = self.requests.at(pool_rows.tolist())
-        settings, asked = sampling.Settings.of(batch.reqs, states), Asked.of(batch.reqs, states)
+        settings, asked = sampling.Settings.of(batch.reqs), Asked.of(batch.reqs, states)
         self._take_runs()  # what drafts have read in prefills is no part of this iteration
         behind, drawn = self._hear(batch, asked, settings, grammar_barrier)
         if self.learner is not None:

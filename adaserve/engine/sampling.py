@@ -38,10 +38,9 @@ class Settings:
     top_p: np.ndarray  # float64 [n]
     min_p: np.ndarray  # float64 [n]
     penalized: np.ndarray  # bool [n]: logits depend on what was generated
-    keys: np.ndarray  # uint64 [n]: of the requests' noise
 
     @classmethod
-    def of(cls, reqs: Sequence[Any], states: Sequence[RequestState]) -> Settings:
+    def of(cls, reqs: Sequence[Any]) -> Settings:
         asked = [r.sampling_params for r in reqs]
         return cls(
             np.array([temperature_of(p) for p in asked], np.float64),
@@ -49,7 +48,6 @@ class Settings:
             np.array([p.top_p for p in asked], np.float64),
             np.array([p.min_p for p in asked], np.float64),
             np.array([has_penalty(p) for p in asked], np.bool_),
-            np.array([s.key for s in states], np.uint64),
         )
 
     def filtered(self, vocabulary: int) -> np.ndarray:
@@ -138,8 +136,8 @@ def draw(logits: Tensor, step: Step) -> Tensor:
         if step.keeps:  # log-probabilities are told without the filters
             logits = logits.clone()
         step.device.filter(logits, *step.columns(at, "temperature", "top_k", "top_p", "min_p"))
-    row = step.verified.row
-    reading = Reading.draws(asked.temperature[row], asked.keys[row], step.verified.positions)
+    row, keys = step.verified.row, np.array([s.key for s in step.states], np.uint64)
+    reading = Reading.draws(asked.temperature[row], keys[row], step.verified.positions)
     return step.device.draw(logits, reading)
 
 

@@ -90,7 +90,7 @@ def make_step(
     forward: Any = None  # draws need no model
     tensors = tensors_of(batch.arrays())
     device = CpuDevice(forward, forward)
-    settings = sampling.Settings.of(reqs, states)
+    settings = sampling.Settings.of(reqs)
     return sampling.Step(device, reqs, states, settings, info, batch, tensors, penalties or Penalties())
 
 

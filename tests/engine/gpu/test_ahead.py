@@ -123,7 +123,7 @@ def test_not_where_more_has_to_be_known(what: Callable[[Any, Run], None]) -> Non
 
 def ahead(run: Run, batch: Any) -> bool:
     states = run.loop.requests.at(batch.req_pool_indices.tolist())
-    asked, settings, last = Asked.of(batch.reqs, states), Settings.of(batch.reqs, states), run.loop._arriving
+    asked, settings, last = Asked.of(batch.reqs, states), Settings.of(batch.reqs), run.loop._arriving
     return last is not None and run.loop._goes_ahead(last, batch, asked, settings)
 
 

@@ -47,9 +47,8 @@ def step_of(device: Device, case: Case, requests: list[Any], seed: int = 0, **in
     v = case.verified
     tensors = device.put(v.arrays())
     given: Any = SimpleNamespace(**values)
-    there = states(seed)
-    settings = sampling.Settings.of(requests, there)
-    return sampling.Step(device, requests, there, settings, given, v, tensors, Penalties())
+    settings = sampling.Settings.of(requests)
+    return sampling.Step(device, requests, states(seed), settings, given, v, tensors, Penalties())
 
 
 def logits_of(case: Case) -> torch.Tensor:
@@ -209,7 +208,7 @@ def test_draws_take_bounded_memory_and_wait_for_nothing(
               "logit_bias": torch.zeros(n, WIDE) if bias else None}  # fmt: skip
     requests = [sampling_request(**ASKED[asked]) for _ in range(n)]
     info, tensors = SimpleNamespace(**values), case.device.put(batch.arrays())
-    settings = sampling.Settings.of(requests, states())
+    settings = sampling.Settings.of(requests)
     step = sampling.Step(case.device, requests, states(), settings, info, batch, tensors, Penalties(),
                          keeps=keeps)  # type: ignore[arg-type]  # fmt: skip
     with Watch() as watch, MostBytes() as memory:

@@ -196,7 +196,7 @@ def test_not_where_more_has_to_be_known(
 
 def may_go_unread(run: Run, batch: Any, last: Iteration, offers: Any = (), grammars: Any = None) -> bool:
     rows = replace(last.rows, grammars=grammars)
-    return run.loop._may_go_unread(rows, offers, Settings.of(batch.reqs, rows.states))
+    return run.loop._may_go_unread(rows, offers, Settings.of(batch.reqs))
 
 
 def test_a_host_reads_its_own_drafts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
