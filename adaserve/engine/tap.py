@@ -85,8 +85,9 @@ class Tap:
     as the ring, at most. ``states``: for a draft that is a head.
     """
 
-    def __init__(self, share: float, ring: Ring | None = None, states: ReadStates | None = None) -> None:
-        self._share, self.ring, self._states = share, ring, states
+    def __init__(self, share: float, states: ReadStates | None = None) -> None:
+        self._share, self._states = share, states
+        self.ring: Ring | None = None  # of the trainer that runs
         self._open: dict[str, _Open] = {}  # by rid
         self.recorded = self.dropped = 0
         self.pauses = False  # no request is begun

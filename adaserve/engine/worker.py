@@ -108,7 +108,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.forecaster = Forecaster(self.prefill, self.ledger, classes)
         self.shedder = Shedder(config.shed, self.forecaster, self.ledger, classes)
         hidden = device.target_states
-        tap = Tap(config.learn_share, states=None if hidden is None else partial(hidden.of_request, table))
+        tap = Tap(config.learn_share, None if hidden is None else partial(hidden.of_request, table))
         self.learner = self._make_learner(sources, tap, alone)
         # Ranks and data-parallel replicas have one file, and one of them may write to it.
         records = config.record if decides and not get_parallel().dp_rank else None

@@ -42,7 +42,8 @@ class Service:
     def __init__(
         self, ring: Ring, prompts: list[list[int]], share: float = 1.0, states: Any = None, **params: Any
     ) -> None:
-        self.tap, self.model = Tap(share, ring, states), FakeModel()
+        self.tap, self.model = Tap(share, states), FakeModel()
+        self.tap.ring = ring
         self.target = FakeModel(
             self.model.table + torch.randn(23, 23, generator=torch.Generator().manual_seed(9))
         )
