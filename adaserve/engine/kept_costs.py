@@ -47,9 +47,7 @@ _OF_SERVER = (
 """SGLang's settings that change what a forward costs."""
 
 
-def fingerprint(
-    target: str, drafts: Sequence[str], config: AdaServeConfig, server_args: Any
-) -> dict[str, str]:
+def fingerprint(drafts: Sequence[str], config: AdaServeConfig, server_args: Any) -> dict[str, str]:
     """What a profile is valid for; models by name and size on disk. ``server_args``: SGLang's."""
     import sglang
 
@@ -63,7 +61,7 @@ def fingerprint(
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "target": _model_name(target),
+        "target": _model_name(server_args.model_path),
         "draft": " + ".join(map(_model_name, drafts)) or "none",
         "weights": f"{config.cpu_weights}, drafts {config.draft_weights}",
         "settings": ", ".join(settings),

@@ -144,7 +144,7 @@ class AdaServeWorker(BaseSpecWorker):
         names = ("itself",) if self.config.has_self else draft_paths(self.config)
         if self.config.medusa is not None:
             names = (self.config.medusa,)
-        meta = kept_costs.fingerprint(self._server_args.model_path, names, self.config, self._server_args)
+        meta = kept_costs.fingerprint(names, self.config, self._server_args)
         profile = kept_costs.save_full_profile(meta, run, saves=saves)
         return meta, profile, kept_costs.start_model(self.config, meta, lambda: run(measure.QUICK))
 

@@ -98,8 +98,8 @@ def test_what_was_learned_is_the_start_of_the_next_server() -> None:
 
 
 def kept_at(config: AdaServeConfig, target: str = "target") -> Path:
-    args = SimpleNamespace(**dict.fromkeys(kept_costs._OF_SERVER))
-    return kept_costs.learned_path(kept_costs.fingerprint(target, (), config, args))
+    args = SimpleNamespace(**dict.fromkeys(kept_costs._OF_SERVER), model_path=target)
+    return kept_costs.learned_path(kept_costs.fingerprint((), config, args))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"])
