@@ -18,7 +18,7 @@ from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.forecast import predicted_wait_s
 from adaserve.scheduler.interface import FloatArray
 from adaserve.scheduler.prefill import Situation, WaitingBatch, prefill_s
-from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS, SLO, SLOConfig
+from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.ledger import SLOLedger
 
@@ -85,7 +85,7 @@ class Forecaster:
         return self._pacer.outlook.tpot_s(slo_class, n + joining)
 
     def _slo(self, name: str) -> SLO:
-        known = name in self._classes.classes or name not in (DEFAULT_CLASS, CUSTOM_CLASS)
+        known = name in self._classes.classes
         return self._classes.get(name).slo(self._ledger.baseline_s) if known else SLO(name)
 
     def _situation(self, load: Load, now_s: float) -> tuple[Situation, FloatArray]:
