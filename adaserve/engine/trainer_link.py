@@ -86,6 +86,7 @@ class TrainerLink:
                 except OSError as error:
                     self._try_again(f"could not be started ({error})", now_s)
             return []
+        assert self._process is not None
         try:
             said = self._heard()
             if self._asked_s is None and now_s >= self._next_ask_s:
@@ -98,14 +99,10 @@ class TrainerLink:
             self._ended(f"said what can't be read ({error}) and was stopped", now_s)
             return []
         silent_s = 0.0 if self._asked_s is None else now_s - self._asked_s
-        if silent_s > SILENT_S and not self._starves(silent_s):
+        if silent_s > SILENT_S and not starves(self._process.pid, self.cpu_s - self._cpu_before_s, silent_s):
             self._ended("hangs and was stopped", now_s)
             return []  # a draft among it would lie in memory that is gone
         return said
-
-    def _starves(self, seconds: float) -> bool:
-        assert self.pid is not None
-        return starves(self.pid, self.cpu_s - self._cpu_before_s, seconds)
 
     def say(self, message: Message) -> None:
         """A trainer that is gone does not hear it; ``look`` will notice."""
