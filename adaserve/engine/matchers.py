@@ -74,10 +74,9 @@ class GrowingTree:
 
     def add(self, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> None:
         """Fills ``masks``, which must allow everything, of the last of k nodes, or of the root where there is
-        none. Their parents must be known from earlier calls; otherwise as in ``walk``."""
+        none. All before them must be known from earlier calls; otherwise as in ``walk``."""
         first = 1 + len(tokens) - len(masks)
-        assert first <= len(self.paths)
-        del self.paths[first:], self.masks[first:]  # of another search
+        assert first == len(self.paths)
         bits = masks.numpy()
         for i in range(len(masks)):
             node = first + i - 1

@@ -233,24 +233,22 @@ def test_a_search_fills_the_mask_of_each_node_once(
         filled += 1
         fill(*args)
 
-    for _ in range(2):  # the second search begins anew
-        nodes = random_tree(backend, kind, text, rng, 14)
-        tokens, parents = (np.array([node[k] for node in nodes], np.int64) for k in (1, 0))
-        masks = matcher.allocate_vocab_mask(VOCAB, 1 + len(nodes), "cpu")
-        possible = np.append(True, walk(matcher, tokens, parents, masks))
-        depths = np.array([0, *(len(path) for *_, path in nodes)])
-        filled = 0
-        monkeypatch.setattr(matcher, "fill_vocab_mask", counted)
-        for depth in range(depths[-1] + 1):
-            level = matcher.allocate_vocab_mask(VOCAB, np.count_nonzero(depths == depth), "cpu")
-            end = np.count_nonzero(depths <= depth) - 1
-            tree.add(tokens[:end], parents[:end], level)
-            known = possible[depths == depth]
-            assert torch.equal(level[known], masks[depths == depth][known])
-            assert np.isin(level[~known].numpy(), (0, -1)).all(), "forbidden, or the end: nothing follows"
-        monkeypatch.undo()
-        assert filled == np.count_nonzero(possible)
-        assert (allowed_by(matcher) == before).all(), "the matcher has not come back"
+    nodes = random_tree(backend, kind, text, rng, 14)
+    tokens, parents = (np.array([node[k] for node in nodes], np.int64) for k in (1, 0))
+    masks = matcher.allocate_vocab_mask(VOCAB, 1 + len(nodes), "cpu")
+    possible = np.append(True, walk(matcher, tokens, parents, masks))
+    depths = np.array([0, *(len(path) for *_, path in nodes)])
+    monkeypatch.setattr(matcher, "fill_vocab_mask", counted)
+    for depth in range(depths[-1] + 1):
+        level = matcher.allocate_vocab_mask(VOCAB, np.count_nonzero(depths == depth), "cpu")
+        end = np.count_nonzero(depths <= depth) - 1
+        tree.add(tokens[:end], parents[:end], level)
+        known = possible[depths == depth]
+        assert torch.equal(level[known], masks[depths == depth][known])
+        assert np.isin(level[~known].numpy(), (0, -1)).all(), "forbidden, or the end: nothing follows"
+    monkeypatch.undo()
+    assert filled == np.count_nonzero(possible)
+    assert (allowed_by(matcher) == before).all(), "the matcher has not come back"
 
 
 def test_behind_its_reasoning_a_grammar_is_walked_in_one_call(
