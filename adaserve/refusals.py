@@ -53,6 +53,10 @@ def _of_drafts(args: Any, config: AdaServeConfig) -> Refusals:
         config.medusa is not None and args.tp_size > 1,
         "Medusa heads are not shared between ranks: use --tp-size 1",
     )
+    yield (
+        config.learn and on_device(args.device),
+        "drafts learn on CPU hosts alone so far: leave --learn out",
+    )
 
 
 def _of_ranks(args: Any, config: AdaServeConfig) -> Refusals:

@@ -66,7 +66,7 @@ class Learner:
         source: BeamSource,
         folder: str,
         stats: SLOStats,
-        target: str | None = None,
+        target: str | None,
     ) -> None:
         if config.learn_folder is not None:  # while what is wrong with it can still be said
             versions = Versions(Path(config.learn_folder))

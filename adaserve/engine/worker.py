@@ -16,7 +16,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule, get_serving
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from adaserve.config import AdaServeConfig, ConfigError, slo_classes
+from adaserve.config import AdaServeConfig, slo_classes
 from adaserve.engine import kept_costs, measure
 from adaserve.engine.agree import Agreement
 from adaserve.engine.decisions import Decisions
@@ -83,7 +83,7 @@ class AdaServeWorker(BaseSpecWorker):
         super().init_cuda_graphs()
         config, classes, target = self.config, slo_classes(), self.target_worker.model_runner
         agreement = Agreement(get_tp_group())
-        decides, alone = agreement.decides, agreement.alone
+        decides = agreement.decides
         models = () if self._draft_worker is None else self._draft_worker.models
         drafts = [model.runner for model in models]
         pools = tuple(runner.token_to_kv_pool for runner in (target, *drafts))
@@ -102,14 +102,14 @@ class AdaServeWorker(BaseSpecWorker):
             self._costs,
             self.ledger,
             self._requests.states,
-            alone=alone,
+            alone=agreement.alone,
             tenant_share=classes.limits.tenant_share,
         )
         self.forecaster = Forecaster(self.prefill, self.ledger, classes)
         self.shedder = Shedder(config.shed, self.forecaster, self.ledger, classes)
         hidden = device.target_states
         tap = Tap(config.learn_share, None if hidden is None else partial(hidden.of_request, table))
-        self.learner = self._make_learner(sources, tap, alone)
+        self.learner = self._make_learner(sources, tap)
         # Ranks and data-parallel replicas have one file, and one of them may write to it.
         records = config.record if decides and not get_parallel().dp_rank else None
         self.loop = DecodeLoop(
@@ -166,13 +166,11 @@ class AdaServeWorker(BaseSpecWorker):
         )
         return SLOLedger(baseline_s, SLOStats(slo_classes(), metrics), log)
 
-    def _make_learner(self, sources: Sequence[TreeSource], tap: Tap, alone: bool) -> Learner | None:
+    def _make_learner(self, sources: Sequence[TreeSource], tap: Tap) -> Learner | None:
         """Started last, so that the trainer does not disturb the measurements."""
         if not self.config.learn or self._draft_worker is None:
             return None
         draft, source = self._draft_worker.models[0], sources[0]
-        if on_device(draft.runner.device) or not alone:
-            raise ConfigError("drafts learn on a single CPU rank so far: leave out --learn")
         assert isinstance(source, BeamSource)
         target: str | None = None
         if draft.kind != "model":

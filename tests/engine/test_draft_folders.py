@@ -57,11 +57,11 @@ def test_a_trainer_is_given_what_is_served(
     monkeypatch.setattr(worker, "Learner", lambda *what: given.extend(what))
     served: Any = worker.AdaServeWorker.__new__(worker.AdaServeWorker)
     config = SimpleNamespace(revision="tuned")
-    runner = SimpleNamespace(device="cpu", model_config=config, model=None)
+    runner = SimpleNamespace(model_config=config, model=None)
     draft = DraftModel("lab/draft", SimpleNamespace(model_runner=runner), None, kind)  # type: ignore[arg-type]
     served.config, served.ledger = AdaServeConfig(learn=True), SimpleNamespace(stats=None)
     served._server_args = SimpleNamespace(model_path="lab/draft", revision="tuned")
     served._draft_worker = SimpleNamespace(models=[draft])
-    served._make_learner([BeamSource.__new__(BeamSource)], None, True)
+    served._make_learner([BeamSource.__new__(BeamSource)], None)
     folder = str(snapshots["tuned"])
     assert given[4] == folder and given[6] == (None if kind == "model" else folder)

@@ -95,6 +95,8 @@ def test_a_draft_learns_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_unsupported(arguments(), AdaServeConfig(learn=True))
     with pytest.raises(ValueError, match="of a single rank: use --dp-size 1, or leave --learn out"):
         refuse_unsupported(arguments(dp_size=2), AdaServeConfig(learn=True))
+    with pytest.raises(ValueError, match="learn on CPU hosts alone so far: leave --learn out"):
+        refuse_unsupported(arguments(device="cuda"), AdaServeConfig(learn=True))
 
 
 def test_a_draft_model_without_a_use_is_refused() -> None:
