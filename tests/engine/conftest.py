@@ -101,6 +101,20 @@ class Served:
     probe: Probe
 
 
+def audited(zygote: Zygote, name: str, server: Server, probe: Probe) -> Iterator[Served]:
+    """While it runs. At the end nothing is held by anybody, and the caches have held what the engine believed.
+
+    Where there is no draft, or no head, nothing of it was audited, which counts as no error."""
+    with server.running(zygote):
+        yield Served(name, server, probe)
+        server.assert_idle_and_clean()
+        stats = probe.read()
+        assert stats["wrong_lengths"] == []
+        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
+        assert stats["draft_kv_error"] < 1e-4, "the draft's cache holds something else than its tokens"
+        assert stats["hidden_error"] < 1e-4, "the head reads hidden states of other tokens"
+
+
 @pytest.fixture(scope="session", params=["sync", "overlap"])
 def served(
     request: pytest.FixtureRequest, zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory
@@ -122,13 +136,7 @@ def served(
         overlap=overlap,
         **TIGHT,
     )
-    with server.running(zygote):
-        yield Served(name, server, probe)
-        server.assert_idle_and_clean()
-        stats = probe.read()
-        assert stats["wrong_lengths"] == []
-        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
-        assert stats["draft_kv_error"] < 1e-4, "the draft's cache holds something else than its tokens"
+    yield from audited(zygote, name, server, probe)
 
 
 @pytest.fixture(scope="session")
@@ -145,13 +153,7 @@ def sparse(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         overlap=True,
         **TIGHT,
     )
-    with server.running(zygote):
-        yield Served("sparse", server, probe)
-        server.assert_idle_and_clean()
-        stats = probe.read()
-        assert stats["wrong_lengths"] == []
-        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
-        assert stats["draft_kv_error"] < 1e-4, "the draft's cache holds something else than its tokens"
+    yield from audited(zygote, "sparse", server, probe)
 
 
 @pytest.fixture(scope="session")
@@ -165,9 +167,7 @@ def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         {"policy": "chain-4", "max_depth": 4, "max_width": 3, "forced_depth": 0, **EXACT_DRAFT},
         overlap=True,  # every iteration advances by the most that the reserve of KV slots has room for
     )
-    with server.running(zygote):
-        yield Served("copied", server, probe)
-        server.assert_idle_and_clean()
+    yield from audited(zygote, "copied", server, probe)
 
 
 def alone_server(folder: Path, pair: Path, **flags: Any) -> tuple[Server, Probe]:
@@ -188,12 +188,7 @@ def alone_server(folder: Path, pair: Path, **flags: Any) -> tuple[Server, Probe]
 def alone(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """With contexts longer than what its KV pool holds."""
     server, probe = alone_server(tmp_path_factory.mktemp("alone"), pair, **{"context-length": 512})
-    with server.running(zygote):
-        yield Served("alone", server, probe)
-        server.assert_idle_and_clean()
-        stats = probe.read()
-        assert stats["wrong_lengths"] == []
-        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
+    yield from audited(zygote, "alone", server, probe)
 
 
 @pytest.fixture(scope="session")
@@ -206,12 +201,7 @@ def retrieving(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFact
         {"policy": "chain-4", "max_depth": 4, "drafts": "suffix", "suffix_scope": "key"},
         overlap=True,
     )
-    with server.running(zygote):
-        yield Served("retrieving", server, probe)
-        server.assert_idle_and_clean()
-        stats = probe.read()
-        assert stats["wrong_lengths"] == []
-        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
+    yield from audited(zygote, "retrieving", server, probe)
 
 
 @pytest.fixture(scope="session")
@@ -261,14 +251,7 @@ def headed(
         overlap=True,
         **{**TIGHT, "chunked-prefill-size": 16},
     )
-    with server.running(zygote):
-        yield Served(name, server, probe)
-        server.assert_idle_and_clean()
-        stats = probe.read()
-        assert stats["wrong_lengths"] == []
-        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
-        assert stats["hidden_error"] < 1e-4, "the head reads hidden states of other tokens"
-        assert stats["draft_kv_error"] < 1e-4, "the head's cache holds something else than its tokens"
+    yield from audited(zygote, name, server, probe)
 
 
 @pytest.fixture(scope="session")

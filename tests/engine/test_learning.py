@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import Served, adaserve_server
-from tests.engine.harness import Job, Server, Zygote, run_jobs, workload
+from tests.engine.harness import Job, Server, Zygote, run_jobs, whole_texts, workload
 from tests.engine.test_greedy import assert_same
 from tests.engine.test_heads import assert_best
 from tests.engine.test_sampling import SMALLEST_P, comparisons, sample
@@ -111,7 +111,7 @@ def jobs() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def expected(stock: Server, jobs: list[Job]) -> list[list[int]]:
-    return [a["output_ids"] for a in run_jobs(stock, jobs) if a is not None]
+    return whole_texts(stock, jobs)
 
 
 def test_texts_are_the_same_while_drafts_are_swapped_under_them(

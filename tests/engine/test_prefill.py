@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from adaserve.config import AdaServeConfig
-from tests.engine.conftest import EXACT_DRAFT, POLICIES, TIGHT, Served, adaserve_server
-from tests.engine.harness import Job, Server, Zygote, outputs, run_jobs, workload
+from tests.engine.conftest import EXACT_DRAFT, POLICIES, TIGHT, Served, adaserve_server, audited
+from tests.engine.harness import Job, Server, Zygote, outputs, run_jobs, whole_texts, workload
 from tests.engine.test_greedy import assert_same
 
 CHUNK = 64  # SGLang's own chunk size in these tests
@@ -305,12 +305,7 @@ def erratic(
         overlap=request.param == "overlap",
         **TIGHT,
     )
-    with server.running(zygote):
-        yield Served(name, server, probe)
-        server.assert_idle_and_clean()
-        stats = probe.read()
-        assert stats["wrong_lengths"] == []
-        assert stats["target_kv_error"] < 1e-4 and stats["draft_kv_error"] < 1e-4
+    yield from audited(zygote, name, server, probe)
 
 
 @pytest.fixture(scope="module")
@@ -321,8 +316,7 @@ def jobs() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def expected(stock: Server, jobs: list[Job]) -> list[list[int]]:
-    staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
-    return [a["output_ids"] for a in run_jobs(stock, staying) if a is not None]
+    return whole_texts(stock, jobs)
 
 
 def test_any_pattern_of_chunks_leaves_the_output_alone(

@@ -172,7 +172,6 @@ def test_greedy_is_the_target_alone(gpu: Simulated) -> None:
     assert state["captured"] and state["attention"] == "triton"
     assert all(graphs["graphs"] > 8 for graphs in (*state["draft_graphs"], state["verification_graphs"]))
     stats = gpu.probe.read()
-    print("STATS", {k: stats[k] for k in ("iterations", "early", "ahead", "taken_all")})
     assert (stats["early"] > 10) == (gpu.name == "model") and stats["ahead"] > 10
     assert stats["taken_all"] > 10
     assert stats["accepted"] >= gpu.accepted and len(stats["depths"]) >= 2, "next to nothing was drafted"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.engine.conftest import Served
-from tests.engine.harness import Job, Server, run_jobs, workload
+from tests.engine.harness import Job, Server, run_jobs, whole_texts, workload
 from tests.engine.test_greedy import assert_same
 
 
@@ -29,8 +29,7 @@ def long_jobs(count: int, seed: int) -> list[Job]:
 def test_a_target_that_drafts_for_itself_says_the_same(alone: Served, stock: Server, pair: Path) -> None:
     """Its own cache is audited by the fixture: what its draft steps write into it must not last."""
     jobs = workload(40, seed=25, leave_every=13) + long_jobs(16, seed=26)
-    staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
-    expected = [a["output_ids"] for a in run_jobs(stock, staying) if a is not None]
+    expected = whole_texts(stock, jobs)
     answers = run_jobs(alone.server, jobs)
     assert_same(pair, jobs, answers, expected)
     finished = [a["meta_info"] for a in answers if a is not None]
@@ -57,8 +56,7 @@ def test_one_request_may_fill_the_pool(alone: Served, stock: Server) -> None:
 
 def test_text_is_the_targets_at_any_window(sparse: Served, stock: Server, pair: Path) -> None:
     jobs = workload(60, seed=23, leave_every=13) + long_jobs(24, seed=24)
-    staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
-    expected = [a["output_ids"] for a in run_jobs(stock, staying) if a is not None]
+    expected = whole_texts(stock, jobs)
     answers = run_jobs(sparse.server, jobs)
     assert_same(pair, jobs, answers, expected)
     finished = [a["meta_info"] for a in answers if a is not None]
