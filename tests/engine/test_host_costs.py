@@ -81,7 +81,7 @@ class Server:
             self.host.observed(self.now_s, requests)
 
 
-def test_without_anything_kept_the_measurement_is_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_anything_kept_the_measurement_is_the_start() -> None:
     assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
 
 

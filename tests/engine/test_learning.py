@@ -22,6 +22,11 @@ from tests.engine.test_greedy import assert_same
 from tests.engine.test_heads import assert_best
 from tests.engine.test_sampling import SMALLEST_P, comparisons, sample
 
+LEARNING = {
+    "policy": "chain-4", "max_depth": 4, "learn": True, "learn_share": 1.0, "learn_nice": 0,
+    "learn_rate": 1e-3, "learn_memory_mb": 16,
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def learning(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -30,13 +35,10 @@ def learning(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactor
         tmp_path_factory.mktemp("learning"),
         pair,
         "noisy",
-        {
-            "policy": "chain-4", "max_depth": 4, "learn": True, "learn_share": 1.0, "learn_nice": 0,
-            "learn_rate": 1e-3, "learn_memory_mb": 16,
-        },
+        LEARNING,
         {"swap": [7, str(pair / "target"), str(pair / "noisy")], "audit_every": 1 << 20},
         overlap=True,
-    )  # fmt: skip
+    )
     with server.running(zygote):
         yield Served("learning", server, probe)
         server.assert_idle_and_clean()
@@ -58,13 +60,10 @@ def learning_head(
         tmp_path_factory.mktemp("learning_head"),
         headed_pair,
         "eagle3",
-        {
-            "policy": "chain-4", "max_depth": 4, "learn": True, "learn_share": 1.0, "learn_nice": 0,
-            "learn_rate": 1e-3, "learn_memory_mb": 16,
-        },
+        LEARNING,
         {"swap": [7, str(head), str(other)], "audit_every": 1 << 20},
         overlap=True,
-    )  # fmt: skip
+    )
     with server.running(zygote):
         yield Served("learning_head", server, probe)
         server.assert_idle_and_clean()
@@ -126,11 +125,12 @@ def test_texts_are_the_same_while_drafts_are_swapped_under_them(
     assert learning.probe.read()["poisoned"] and state(learning.server)["rejected"] >= 1
 
 
-def test_a_head_learns_and_texts_stay_the_targets(learning_head: Served, headed_pair: Path) -> None:
+def test_a_head_learns_and_texts_stay_the_targets(
+    learning_head: Served, headed_pair: Path, jobs: list[Job]
+) -> None:
     """Weights are swapped with requests in flight; the trainer gets hidden states, and judges."""
     server = learning_head.server
     wait_until(lambda: state(server).get("trainer") == "running", server)
-    jobs = workload(100, seed=17, max_new=40, spread_s=2.0)
     target = transformers.AutoModelForCausalLM.from_pretrained(headed_pair / "target", dtype=torch.float32)
     assert_best(target, jobs, run_jobs(server, jobs))
     now = serve_until_judged(server, jobs)
