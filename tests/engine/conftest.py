@@ -102,7 +102,7 @@ class Served:
 
 
 def audited(zygote: Zygote, name: str, server: Server, probe: Probe) -> Iterator[Served]:
-    """While it runs. At the end nothing is held by anybody, and the caches have held what the engine believed.
+    """While it runs. At the end nobody holds anything, and caches have held what the engine believed.
 
     Where there is no draft, or no head, nothing of it was audited, which counts as no error."""
     with server.running(zygote):

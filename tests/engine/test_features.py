@@ -172,25 +172,30 @@ def test_several_choices_of_one_prompt(served: Served, stock: Server) -> None:
     assert [a["output_ids"] for a in got] == [b["output_ids"] for b in right]
 
 
-def test_streams_add_up_to_the_whole_answer(served: Served, stock: Server) -> None:
-    async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
-        texts = []
-        async with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data:") and "[DONE]" not in line:
-                    texts.append(json.loads(line[5:])["text"])
-        return texts
+def streamed_texts(server: Server, stock: Server, bodies: list[dict[str, Any]]) -> list[list[str]]:
+    """What has come of each answer, again and again, until it is that of ``stock``."""
 
-    async def all_streams(bodies: list[dict[str, Any]]) -> list[list[str]]:
-        async with httpx.AsyncClient(base_url=served.server.url, timeout=120) as client:
+    async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
+        async with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
+            lines = [line async for line in response.aiter_lines() if line.startswith("data: {")]
+        return [json.loads(line[6:])["text"] for line in lines]
+
+    async def all_streams() -> list[list[str]]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             return list(await asyncio.gather(*(stream(client, b) for b in bodies)))
 
-    # Long ones: a process that is kept waiting sends only the newest of what it was told.
-    bodies = [Job(tuple(p), greedy(max_new_tokens=200)).body for p in PROMPTS]
-    for texts, body in zip(asyncio.run(all_streams(bodies)), bodies, strict=True):
-        assert len(texts) > 3, "the answer did not come in pieces"
+    came = asyncio.run(all_streams())
+    for texts, body in zip(came, bodies, strict=True):
         assert all(b.startswith(a.rstrip("\N{REPLACEMENT CHARACTER}")) for a, b in itertools.pairwise(texts))
         assert texts[-1] == stock.generate(**body)["text"]
+    return came
+
+
+def test_streams_add_up_to_the_whole_answer(served: Served, stock: Server) -> None:
+    # Long ones: a process that is kept waiting sends only the newest of what it was told.
+    bodies = [Job(tuple(p), greedy(max_new_tokens=200)).body for p in PROMPTS]
+    came = streamed_texts(served.server, stock, bodies)
+    assert min(map(len, came)) > 3, "an answer did not come in pieces"
 
 
 def test_openai_stream_increments_concatenate(served: Served) -> None:

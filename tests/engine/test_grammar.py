@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.engine.chi_square import two_sample_p
 from tests.engine.conftest import Served
 from tests.engine.harness import Job, Server, run_jobs
-from tests.engine.test_features import PROMPTS, assert_equal_answers, greedy
+from tests.engine.test_features import PROMPTS, assert_equal_answers, greedy, streamed_texts
 from tests.engine.test_sampling import SMALLEST_P, SUSPICIOUS_P
 
-ITEM = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -177,16 +174,5 @@ def test_several_sampled_choices_are_valid(served: Served) -> None:
 
 
 def test_streams_add_up_to_the_whole_answer(served: Served, stock: Server) -> None:
-    async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
-        async with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
-            lines = [line async for line in response.aiter_lines() if line.startswith("data: {")]
-        return [json.loads(line[6:])["text"] for line in lines]
-
-    async def all_streams(bodies: list[dict[str, Any]]) -> list[list[str]]:
-        async with httpx.AsyncClient(base_url=served.server.url, timeout=120) as client:
-            return list(await asyncio.gather(*(stream(client, b) for b in bodies)))
-
     bodies = [job(p, **g).body for p, g in zip(PROMPTS, GRAMMARS.values(), strict=False)]
-    for got, body in zip(asyncio.run(all_streams(bodies)), bodies, strict=True):
-        assert all(b.startswith(a.rstrip("\N{REPLACEMENT CHARACTER}")) for a, b in itertools.pairwise(got))
-        assert got[-1] == stock.generate(**body)["text"]
+    streamed_texts(served.server, stock, bodies)

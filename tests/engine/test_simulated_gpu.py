@@ -43,17 +43,11 @@ def run_script(script: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_search_is_captured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["beams", "prefills"])
+def test_searches_and_prefills_are_captured(what: str, tmp_path: Path) -> None:
     """As the first stage of a GPU host does it, before any server."""
-    script = "from adaserve.bench.gpu_check import kernels; print(kernels.run_one('beams', 'cuda')['right'])"
-    assert run_script(script, tmp_path).endswith("True\n")
-
-
-@pytest.mark.slow
-def test_a_prefill_is_captured(tmp_path: Path) -> None:
-    script = (
-        "from adaserve.bench.gpu_check import kernels; print(kernels.run_one('prefills', 'cuda')['right'])"
-    )
+    run = f"kernels.run_one({what!r}, 'cuda')['right']"
+    script = f"from adaserve.bench.gpu_check import kernels; print({run})"
     assert run_script(script, tmp_path).endswith("True\n")
 
 
