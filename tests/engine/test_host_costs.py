@@ -143,6 +143,23 @@ def test_a_busy_start_trusts_what_is_kept(caplog: pytest.LogCaptureFixture) -> N
     assert "6.0 times as long as when their costs were saved" in caplog.text
 
 
+def test_a_start_beside_other_programs_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for share in (0.1, 0.5):
+        others = SimpleNamespace(share=lambda share=share: share)
+        monkeypatch.setattr(kept_costs, "OtherProcesses", lambda others=others: others)
+        start(1.0)
+    assert [r.getMessage().partition(" of this")[0] for r in caplog.records] == [
+        "AdaServe: other processes used 50%"
+    ]
+
+
+def test_what_is_kept_can_be_read_by_servers_of_other_users() -> None:
+    kept_costs.save_learned(META, KEPT)
+    assert kept_costs.learned_path(META).stat().st_mode & 0o777 == 0o644
+
+
 def test_a_host_that_became_faster_is_measured_anew() -> None:
     kept_costs.save_learned(META, slower(4.0, KEPT))
     assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 from concurrent.futures import Future
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from adaserve.engine.learner import Learner, _Offer
+from adaserve.engine.learner import Learner, _Offer, is_tight
+from adaserve.engine.state import RequestState
 from adaserve.learning.draft import to_bytes
 from adaserve.learning.messages import Answer, Candidate, Progress
 from adaserve.sharpening import Correction, DraftSharpening
@@ -120,3 +122,19 @@ def test_no_draft_is_exchanged_while_a_candidate_is_read_into_it() -> None:
     learner.serve("first")
     later.join()
     assert read == [True]
+
+
+@pytest.mark.parametrize(
+    ("slo_s", "decoded", "since_s", "tight"),
+    [
+        (0.1, 10, 0.85, False), (0.1, 10, 0.95, True), (0.1, 10, 5.0, True), (math.inf, 10, 1e6, False),
+        (0.1, 0, 0.05, False), (0.1, 0, 0.095, True),
+    ],
+)  # fmt: skip
+def test_a_trainer_waits_while_a_request_is_near_its_limit(
+    slo_s: float, decoded: int, since_s: float, tight: bool
+) -> None:
+    """Whoever else has time."""
+    states = [RequestState(f"r{i}", "chat", math.inf, 100.0, decoded=5) for i in range(2)]
+    states.insert(1, RequestState("r", "chat", slo_s, 100.0, decoded=decoded))
+    assert is_tight(states, 100.0 + since_s) == tight

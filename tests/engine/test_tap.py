@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adaserve.engine.state import DecodeRows, RequestState
-from adaserve.engine.tap import LEAST_POSITIONS, MOST_OPEN, Tap
+from adaserve.engine.tap import LEAST_POSITIONS, MOST_OPEN, MOST_STATE, Tap
 from adaserve.engine.trees import verify
 from adaserve.learning import draft_reading
 from adaserve.learning.records import Record
@@ -155,6 +155,19 @@ def test_heads_get_the_hidden_states_of_all_tokens_but_the_last(ring: tuple[Ring
         assert record.states is not None and record.states.shape == (record.start + len(record), 2)
         assert record.states[:, 0].tolist() == [row] * len(record.states)
         assert record.states[:, 1].tolist() == asked[row]
+
+
+def test_hidden_states_end_where_float16_does(ring: tuple[Ring, Ring]) -> None:
+    """Some models have a few that are a thousand times as large as the others."""
+    large = torch.tensor([[1e6, -1e6, 2.0]])
+    service = Service(ring[0], [[3, 4, 5]], states=lambda row, places: large.expand(len(places), -1))
+    service.start()
+    for _ in range(12):
+        service.iterate()
+    service.tap.finished("r0")
+    (record,) = read_all(ring[1])
+    assert record.states is not None and len(np.unique(record.states, axis=0)) == 1
+    assert record.states[0].tolist() == [MOST_STATE, -MOST_STATE, 2.0]
 
 
 @pytest.mark.parametrize(

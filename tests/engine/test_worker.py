@@ -79,7 +79,7 @@ class Request:
     """One of SGLang's, as far as the worker reads it when its prompt was read."""
 
     def __init__(self, rid: str) -> None:
-        self.rid, self.origin_input_ids, self.output_ids = rid, [5] * 8, []
+        self.rid, self.origin_input_ids, self.output_ids = rid, [5] * 8, list[int]()
         self.sampling_params = SimpleNamespace(custom_params=None)
 
 
@@ -105,6 +105,32 @@ def test_a_prompt_is_recorded_when_all_of_it_was_read() -> None:
     prefilled([long, short], [0, 1], [22, 23], chunked=long)
     prefilled([long], [0], [24], chunked=None)
     assert told == [("long", "closed"), ("long", "closed"), ("short", [23]), ("long", [24])]
+
+
+def begun(requests: Requests, req: Request, row: int, now_s: float) -> tuple[RequestState, str | None]:
+    return requests.start(req, row, 5, SLO("default"), now_s)
+
+
+def test_a_number_brings_back_the_noise_of_who_had_it() -> None:
+    """The same requests in the same order say the same again."""
+    requests, other = Requests((1, 0)), Requests((2, 0))
+    keys = [begun(requests, Request(f"r{row}"), row, 0.0)[0].key for row in range(4)]
+    assert len({*keys, begun(other, Request("r"), 0, 0.0)[0].key}) == 5
+    requests.number(2)
+    assert [begun(requests, Request(f"again{row}"), row, 1.0)[0].key for row in range(2)] == keys[1:3]
+
+
+def test_a_retraction_changes_neither_clock_nor_noise() -> None:
+    """Its row is somebody else's by then."""
+    requests, taken_back = Requests((1, 0)), Request("back")
+    first, lost = begun(requests, taken_back, 0, 1.0)
+    assert lost is None
+    other, lost = begun(requests, Request("other"), 0, 2.0)
+    assert lost == "back" and "back" not in requests and requests.end("back") is None
+    taken_back.output_ids = [5, 6]
+    second, lost = begun(requests, taken_back, 1, 3.0)
+    assert lost is None and requests.at([0, 1]) == [other, second]
+    assert (second.key, second.decode_start_s, second.decoded) == (first.key, 1.0, 2)
 
 
 @pytest.mark.parametrize("holds_row", [True, False])
