@@ -25,6 +25,12 @@ POLICIES = [
     "turbospec", "chain-4",
 ]  # fmt: skip
 
+TREES = {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40}
+
+RESTLESS = {"rotate": POLICIES, "hold_back": True, "retract_every": 40}
+"""What the probe does on most servers: another policy in each iteration, some requests without trees, and
+some that are taken back."""
+
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -126,13 +132,12 @@ def served(
     name = str(request.param)
     overlap = name == "overlap"
     suffix = {"drafts": "model,suffix", "suffix_scope": "key", "suffix_depth": 6} if overlap else {}
-    config = {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **EXACT_DRAFT, **suffix}
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(name),
         pair,
         "noisy",
-        {**config, "forced_depth": 6, "second_draft": str(pair / "second")},
-        {"rotate": POLICIES, "hold_back": True, "retract_every": 40},
+        {**TREES, **EXACT_DRAFT, **suffix, "forced_depth": 6, "second_draft": str(pair / "second")},
+        RESTLESS,
         overlap=overlap,
         **TIGHT,
     )
@@ -147,9 +152,8 @@ def sparse(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         tmp_path_factory.mktemp("sparse"),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "draft_window": "auto"}
-        | EXACT_DRAFT,
-        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "windows": [0, 16, 17, 40, 100]},
+        {**TREES, **EXACT_DRAFT, "draft_window": "auto"},
+        {**RESTLESS, "windows": [0, 16, 17, 40, 100]},
         overlap=True,
         **TIGHT,
     )
@@ -177,8 +181,8 @@ def alone_server(folder: Path, pair: Path, **flags: Any) -> tuple[Server, Probe]
         folder,
         pair,
         None,
-        {**ALONE, "policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
-        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "windows": [0, 16, 17, 40, 100]},
+        {**ALONE, **TREES},
+        {**RESTLESS, "windows": [0, 16, 17, 40, 100]},
         overlap=True,
         **{**TIGHT, **flags},
     )
@@ -241,13 +245,12 @@ def headed(
     draft = {"eagle3": "eagle3", "qwen3": "eagle3", "mtp": "target", "medusa": None}[name]
     pair = {"qwen3": qwen3_pair, "mtp": mtp_pair}.get(name, headed_pair)
     medusa = {"medusa": str(headed_pair / "medusa")} if name == "medusa" else {}
-    config = {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "forced_depth": 6}
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(name),
         pair,
         draft,
-        {**config, **EXACT_DRAFT, **medusa},
-        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "compare_head": draft is not None},
+        {**TREES, **EXACT_DRAFT, **medusa, "forced_depth": 6},
+        {**RESTLESS, "compare_head": draft is not None},
         overlap=True,
         **{**TIGHT, "chunked-prefill-size": 16},
     )
@@ -261,7 +264,7 @@ def attacked(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactor
         tmp_path_factory.mktemp("attacked"),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        TREES,
         {"fail_on": "cannot be taken in"},
         **{"served-model-name": "m", "enable-custom-logit-processor": True},
     )

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from adaserve.host import DEVICE_PATH_ENV
-from tests.engine.conftest import POLICIES, TIGHT, Served, adaserve_server, alone_server, audited
+from tests.engine.conftest import POLICIES, TIGHT, TREES, Served, adaserve_server, alone_server, audited
 from tests.engine.harness import Job, Server, Zygote, run_jobs, whole_texts, workload
 from tests.engine.test_features import PROMPTS, assert_equal_answers, greedy
 from tests.engine.test_grammar import GRAMMARS, job
@@ -26,7 +26,7 @@ def device(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         tmp_path_factory.mktemp("device"),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        TREES,
         {"rotate": [*POLICIES, *["none"] * 4], "windows": [0, 0, 16, 40]},
         overlap=True,
         **TIGHT,
@@ -73,7 +73,7 @@ def headed_device(
         tmp_path_factory.mktemp(f"{name}_device"),
         mtp_pair if name == "mtp" else headed_pair,
         draft,
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **medusa},
+        {**TREES, **medusa},
         {"rotate": POLICIES, "hold_back": True, "compare_head": draft is not None, "audit_every": 1 << 30},
         overlap=True,
         **{**TIGHT, "chunked-prefill-size": 16},

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from adaserve.config import AdaServeConfig
-from tests.engine.conftest import EXACT_DRAFT, POLICIES, TIGHT, Served, adaserve_server, audited
+from tests.engine.conftest import EXACT_DRAFT, RESTLESS, TIGHT, TREES, Served, adaserve_server, audited
 from tests.engine.harness import Job, Server, Zygote, outputs, run_jobs, whole_texts, workload
 from tests.engine.test_greedy import assert_same
 
@@ -35,7 +35,7 @@ def slow(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -
         tmp_path_factory.mktemp("slow"),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        TREES,
         {"slow_ms": SLOW_MS, "decode_ms": DECODE_MS, "trace": True},
         **{"context-length": 512, "disable-radix-cache": True},
     )
@@ -188,7 +188,7 @@ def test_a_prompt_that_passes_and_is_cached_leaves_its_place_to_nobody(
         tmp_path_factory.mktemp("cached"),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        TREES,
         {"slow_ms": SLOW_MS, "trace": True},
         **{"context-length": 512},
     )
@@ -294,14 +294,8 @@ def erratic(
         tmp_path_factory.mktemp(name),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **EXACT_DRAFT},
-        {
-            "rotate": POLICIES,
-            "hold_back": True,
-            "trace": True,
-            "prefill_sizes": SIZES,
-            "retract_every": 40,
-        },
+        {**TREES, **EXACT_DRAFT},
+        {**RESTLESS, "trace": True, "prefill_sizes": SIZES},
         overlap=request.param == "overlap",
         **TIGHT,
     )
