@@ -52,20 +52,19 @@ def walk(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -
 
     ``tokens``, ``parents``: int64 [k], parents first, -1 = child of the root. ``masks`` must allow everything
     at first. Returns bool [k]: nodes that the grammar allows and does not end with; the masks of all
-    others stay as they were.
+    others mean nothing.
     """
-    if not len(tokens):
-        grammar.fill_vocab_mask(masks, 0)
-        return np.zeros(0, np.bool_)
     grammar = with_say(grammar)
-    if isinstance(grammar, XGrammarGrammar):
+    if isinstance(grammar, XGrammarGrammar) and len(tokens):
         return _walk_natively(grammar, tokens, parents, masks)
-    return _walk_by_steps(grammar, tokens, parents, masks)
+    tree = GrowingTree(grammar)
+    tree.add(tokens, parents, masks)
+    return np.array([mask is not None for mask in tree.masks[1:]], np.bool_)
 
 
 @dataclass(slots=True)
 class GrowingTree:
-    """A root and nodes that come level by level, so that no mask is filled twice: on a large vocabulary one
+    """A root and nodes that may come level by level, and no mask is filled twice: on a large vocabulary one
     takes a hundred times as long as to follow a token. Between calls the matcher stands where it stood."""
 
     grammar: Any
@@ -159,29 +158,6 @@ def _walk_natively(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks:
     for i, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
         reached = parent < 0 or possible[parent]
         possible[i] = reached and token not in stops and _is_set(bits[parent + 1], token)
-    return possible
-
-
-def _walk_by_steps(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> np.ndarray:
-    """With the steps that every backend has: accept, fill, roll back."""
-    children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]  # of the root, then of every node
-    for i, parent in enumerate(parents.tolist()):
-        children[parent + 1].append(i)
-    bits, possible = masks.numpy(), np.zeros(len(tokens), np.bool_)
-
-    def visit(place: int) -> None:
-        grammar.fill_vocab_mask(masks, place)
-        for i in children[place]:
-            token = int(tokens[i])
-            if not _is_set(bits[place], token):
-                continue
-            grammar.accept_token(token)
-            if not grammar.is_terminated():
-                possible[i] = True
-                visit(i + 1)
-            grammar.rollback(1)
-
-    visit(0)
     return possible
 
 
