@@ -40,7 +40,7 @@ class Grid:
     """Points to measure: tokens of one forward, cached tokens per request, repetitions."""
 
     verify_tokens: tuple[int, ...]
-    draft_rows: tuple[int, ...]
+    draft_tokens: tuple[int, ...]
     contexts: tuple[int, ...]
     repeats: int
     stop_s: float  # larger forwards than one of this length are not tried
@@ -68,7 +68,7 @@ FULL = Grid(
 
 def profile_steps() -> int:
     """Points of a full profile, at most."""
-    return len(FULL.contexts) * (len(FULL.verify_tokens) + len(FULL.draft_rows)) + 2 * LONG_POINTS
+    return len(FULL.contexts) * (len(FULL.verify_tokens) + len(FULL.draft_tokens)) + 2 * LONG_POINTS
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def measure(
         drafts = verify * (1.0, 1.0, 1.0, NO_DRAFT)
         if drafting:
             timed = _Timed(room, drafting, _draft_step(drafting), grid.repeats, progress, "draft")
-            drafts = _sweep(timed, grid.draft_rows, WIDTH, grid)
+            drafts = _sweep(timed, grid.draft_tokens, WIDTH, grid)
     finally:
         room.leave()
     return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)

@@ -121,7 +121,9 @@ def test_what_is_measured_is_the_graph_that_serves(q: int) -> None:
 def test_the_measurement_runs_through_what_is_served(make: object) -> None:
     requests = Requests([5, 5, 5, 5, 5, 5])
     requests.req_to_token.zero_()
-    grid = dataclasses.replace(QUICK, verify_tokens=(1, 8, 60), draft_rows=(1, 12), contexts=(32,), repeats=1)
+    grid = dataclasses.replace(
+        QUICK, verify_tokens=(1, 8, 60), draft_tokens=(1, 12), contexts=(32,), repeats=1
+    )
     model = TinyModel(2048)
     device = make(requests, model, model)  # type: ignore[operator]
     room = Room(device, requests.req_to_token, slots=2048, most_rows=100, context_len=96)
