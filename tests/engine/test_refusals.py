@@ -425,9 +425,7 @@ def test_a_slow_host_is_not_measured_with_large_forwards() -> None:
     ran: list[int] = []
     target = SimpleNamespace(run=lambda batch: ran.append(len(batch)), argmax=lambda states: states)
     mark = SimpleNamespace(wait=lambda: None)
-    device: Any = SimpleNamespace(
-        target=target, mark=lambda: mark, time=lambda models, step: 0.1 * ran[-1]
-    )
+    device: Any = SimpleNamespace(target=target, mark=lambda: mark, time=lambda models, step: 0.1 * ran[-1])
     room = measure.Room(device, torch.zeros(8, 512, dtype=torch.int32), 1 << 20, 8, 256)
     measure.measure(room, [], measure.Grid((1, 2, 8, 32, 64), (), (64,), repeats=1, stop_s=0.5))
     assert 8 in ran and not {32, 64} & set(ran)
