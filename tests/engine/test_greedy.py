@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from adaserve.scheduler.interface import MODEL, SECOND_MODEL
-from tests.engine.conftest import Served
-from tests.engine.harness import CONTEXT, Job, Server, run_jobs, whole_texts, workload
+from tests.engine.conftest import TREES, Served, adaserve_server
+from tests.engine.harness import CONTEXT, Job, Server, Zygote, run_jobs, whole_texts, workload
 
 TIE = 1e-4
 """Two best logits closer than this are a tie: rounding of batch shapes may decide it either way."""
@@ -121,3 +121,21 @@ def test_a_copy_of_the_target_accepts_everything(
         assert iterations == -(-decoded // 5), info
         if iterations:
             assert info["spec_num_proposed_drafts"] == info["spec_num_correct_drafts"], info
+
+
+def test_models_that_our_kernels_do_not_cover(
+    zygote: Zygote, stock: Server, pair: Path, tmp_path: Path
+) -> None:
+    """SGLang's own forward verifies trees, and drafts them."""
+    server, probe = adaserve_server(
+        tmp_path, pair, "noisy", {**TREES, "cpu_weights": "off"}, {"audit_every": 1 << 30}
+    )
+    jobs = workload(40, seed=21)
+    expected = whole_texts(stock, jobs, speed=2)
+    with server.running(zygote):
+        assert_same(pair, jobs, run_jobs(server, jobs, speed=2), expected)
+        server.assert_idle_and_clean()
+        weights = server.internal_state()["adaserve"]["device"]["weights"]
+    assert weights == {"target": "sglang", "drafts": ["sglang"]}
+    stats = probe.read()
+    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 5, "the draft agrees too rarely or too often"

@@ -1,8 +1,6 @@
-"""SGLang attention backend for CPU hosts that understands tree masks.
+"""SGLang attention backend for CPU hosts.
 
-Every mode is turned into the flat layout that FlashInfer takes and run by one attention function.
-For a verification the layout comes from ``SpecInput.generate_attn_arg_prefill``, the method that
-FlashInfer's backend calls, so the inputs meant for the GPU are exercised on any machine.
+What SGLang runs itself is causal, and is laid out here. For trees ``SGLangForward`` sets the layout.
 """
 
 from __future__ import annotations
@@ -29,31 +27,11 @@ class CpuAttentionBackend(AttentionBackend):
         self.plan: TreeAttentionPlan | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        mode = forward_batch.forward_mode
-        if mode.is_target_verify():
-            self.plan = self._verify_plan(forward_batch)
-            return
-        kv_lens = forward_batch.seq_lens.numpy()
-        q_lens = np.ones_like(kv_lens) if mode.is_decode() else forward_batch.extend_seq_lens.numpy()
-        self.plan = self._causal_plan(forward_batch.req_pool_indices, q_lens, kv_lens)
-
-    def _causal_plan(
-        self, pool_indices: torch.Tensor, q_lens: np.ndarray, kv_lens: np.ndarray
-    ) -> TreeAttentionPlan:
-        table = self.req_to_token_pool.req_to_token
-        slots = gather_slots(table, pool_indices.numpy(), kv_lens.astype(np.int64))
-        return causal_plan(torch.from_numpy(slots), q_lens.astype(np.int64), kv_lens.astype(np.int64))
-
-    def _verify_plan(self, forward_batch: Any) -> TreeAttentionPlan:
-        lens = forward_batch.seq_lens
-        indices, kv_indptr, qo_indptr, mask = forward_batch.spec_info.generate_attn_arg_prefill(
-            req_pool_indices=forward_batch.req_pool_indices,
-            paged_kernel_lens=lens,
-            paged_kernel_lens_sum=int(lens.sum()),
-            translator=self.kv_index_translator,
-            plan=forward_batch.kv_loc_plan,
-        )
-        return TreeAttentionPlan(qo_indptr, kv_indptr, indices, mask)
+        decodes, kv_lens = forward_batch.forward_mode.is_decode(), forward_batch.seq_lens.numpy()
+        q_lens = np.ones_like(kv_lens) if decodes else forward_batch.extend_seq_lens.numpy()
+        rows = forward_batch.req_pool_indices.numpy()
+        slots = gather_slots(self.req_to_token_pool.req_to_token, rows, kv_lens)
+        self.plan = causal_plan(torch.from_numpy(slots), q_lens, kv_lens)
 
     def forward_extend(
         self,
@@ -79,6 +57,3 @@ class CpuAttentionBackend(AttentionBackend):
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
-
-    def support_triton(self) -> bool:
-        return False

@@ -475,9 +475,11 @@ def sglang_levels(worker: Any, tokens: Any, slots: Any, width: int) -> list[Any]
     ids = getattr(runner.model, "hot_token_id", None)
 
     def step(text: Any, positions: Any, at: Any, plan: Any, before: Any) -> tuple[Any, Any, Any]:
-        batch = SGLangForward(runner)._forward_batch(Inputs(text, positions, at, plan))
-        batch.spec_info.hidden_states, batch.capture_hidden_mode = before, CaptureHiddenMode.FULL
-        output = runner.forward(batch).logits_output
+        forward = SGLangForward(runner)
+        batch = forward._forward_batch(Inputs(text, positions, at, plan))
+        batch.spec_info = SimpleNamespace(hidden_states=before)
+        batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        output = forward._run(batch, plan)
         p, index = output.next_token_logits.softmax(-1).topk(width)
         return p, index if ids is None else ids[index], output.hidden_states
 
