@@ -24,8 +24,8 @@ class TreeAttentionPlan:
     qo_indptr: torch.Tensor  # int32 [n + 1], queries of request i are [qo_indptr[i], qo_indptr[i + 1])
     kv_indptr: torch.Tensor  # int32 [n + 1], its keys are kv_indices[kv_indptr[i] : kv_indptr[i + 1]]
     kv_indices: torch.Tensor  # int32 [sum kv], pool slots
-    # bool or uint8, per request row-major [q_i x kv_i], concatenated; None: causal, where the q_i queries
-    # are the last q_i keys.
+    # bool, per request row-major [q_i x kv_i], concatenated; None: causal, where the q_i queries are the last
+    # q_i keys.
     custom_mask: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class TreeAttentionPlan:
             if tensor.dtype != torch.int32 or not tensor.is_contiguous():
                 object.__setattr__(self, name, tensor.to(torch.int32).contiguous())
         mask = self.custom_mask
-        if mask is not None and (mask.dtype not in (torch.bool, torch.uint8) or not mask.is_contiguous()):
+        if mask is not None and (mask.dtype != torch.bool or not mask.is_contiguous()):
             object.__setattr__(self, "custom_mask", mask.to(torch.bool).contiguous())
 
     @property
@@ -58,7 +58,7 @@ class TreeAttentionPlan:
             if self.custom_mask is None:
                 result.append(torch.ones(q, kv, dtype=torch.bool).tril_(kv - q))
             else:
-                result.append(self.custom_mask[start : start + q * kv].view(q, kv).bool())
+                result.append(self.custom_mask[start : start + q * kv].view(q, kv))
                 start += q * kv
         return result
 
@@ -135,11 +135,11 @@ def window_mask(q_lens: np.ndarray, kv_lens: np.ndarray, seen: np.ndarray) -> np
 
 
 def causal_plan(kv_slots: torch.Tensor, q_lens: np.ndarray, kv_lens: np.ndarray) -> TreeAttentionPlan:
-    """For slots that are in no request's list: each row's q tokens are the last ones of its kv entries."""
+    """Each row's q tokens are the last ones of its keys, which stand at ``kv_slots``, row after row."""
     return TreeAttentionPlan(
         qo_indptr=torch.from_numpy(indptr(q_lens).astype(np.int32)),
         kv_indptr=torch.from_numpy(indptr(kv_lens).astype(np.int32)),
-        kv_indices=kv_slots.to(torch.int32),
+        kv_indices=kv_slots,
     )
 
 
