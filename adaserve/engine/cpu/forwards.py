@@ -12,7 +12,7 @@ from torch import Tensor
 from adaserve.engine.clock import HostMark
 from adaserve.engine.cpu.beam import MAX_WIDTH, BeamArrays
 from adaserve.engine.cpu.gumbel import read
-from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
+from adaserve.engine.cpu.install import lean_of
 from adaserve.engine.cpu.lean import LeanModel
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Before, Inputs
@@ -238,6 +238,6 @@ def level_batch(levels: Levels, search: Search, step: int, kv_lens: np.ndarray) 
 
 def cpu_forward(runner: Any) -> CpuForward:
     """The forward of the model that a ``ModelRunner`` holds."""
-    lean = getattr(runner.model, LEAN_ATTRIBUTE, None)
+    lean = lean_of(runner.model)
     model = SGLangForward(runner) if lean is None else LeanForward(lean, runner.token_to_kv_pool)
     return CpuForward(model, runner.req_to_token_pool.req_to_token)

@@ -26,7 +26,7 @@ from torch import Tensor
 from adaserve.draft_kind import EAGLE3, MTP
 from adaserve.engine.cpu.extract import head_obstacle, mtp_obstacle, read_head, read_mtp
 from adaserve.engine.cpu.forwards import CpuForward, LeanForward
-from adaserve.engine.cpu.install import LEAN_ATTRIBUTE, grow_rotary_table
+from adaserve.engine.cpu.install import LEAN_ATTRIBUTE, grow_rotary_table, lean_of
 from adaserve.engine.cpu.lean import LeanModel
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.params import Before, ModelConfig, ModelWeights
@@ -65,7 +65,7 @@ class HeadForward(CpuForward):
 
 def lean_target(target: Any, who_needs: str) -> LeanModel:
     """Our forward of the target in the ``ModelRunner``. Raises UnsupportedError where there is none."""
-    lean: LeanModel | None = getattr(target.model, LEAN_ATTRIBUTE, None)
+    lean = lean_of(target.model)
     if lean is None:
         raise UnsupportedError(
             f"{who_needs} AdaServe's own forward of the target on a CPU: serve a Llama or Qwen "

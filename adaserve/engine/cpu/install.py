@@ -55,10 +55,16 @@ def install(model: Any, storage: Storage) -> bool:
     return True
 
 
+def lean_of(model: Any) -> LeanModel | None:
+    """Our forward under a model that SGLang has loaded; None where that is SGLang's own."""
+    lean: LeanModel | None = getattr(model, LEAN_ATTRIBUTE, None)
+    return lean
+
+
 def store_again(model: Any, storage: Storage) -> None:
     """Stores the weights of a model that has the lean forward in another way: when a model is loaded, nobody
     knows yet that it is a draft."""
-    lean: LeanModel | None = getattr(model, LEAN_ATTRIBUTE, None)
+    lean = lean_of(model)
     if lean is not None and lean.storage != storage:
         lean.store(read_weights(model)[0], storage)
 

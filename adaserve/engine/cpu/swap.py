@@ -11,8 +11,8 @@ from torch import Tensor
 
 from adaserve.draft_kind import EAGLE3
 from adaserve.engine.cpu.extract import read_head, read_weights
-from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
-from adaserve.engine.cpu.lean import Backend, LeanModel
+from adaserve.engine.cpu.install import lean_of
+from adaserve.engine.cpu.lean import Backend
 from adaserve.engine.cpu.params import ModelWeights
 
 _FUSED = {
@@ -36,7 +36,7 @@ class Weights:
 
 def served(model: Any) -> Weights:
     """What a model that SGLang has loaded has now; no copies."""
-    lean = _lean(model)
+    lean = lean_of(model)
     params = {name: p.data for name, p in model.named_parameters()}
     return Weights(params, None if lean is None else lean.held)
 
@@ -53,7 +53,7 @@ def prepared(model: Any, tensors: Mapping[str, Tensor]) -> Weights:
         name: p.data if name in kept else _fitted(name, p.data, tensors)
         for name, p in model.named_parameters()
     }
-    lean = _lean(model)
+    lean = lean_of(model)
     if lean is None:
         return Weights(params, None)
     at = {p.data_ptr(): params[name] for name, p in model.named_parameters()}
@@ -66,7 +66,7 @@ def exchange(model: Any, weights: Weights) -> None:
     halfway. KV that the old weights have made is still good: a draft only guesses."""
     for name, p in model.named_parameters():
         p.data = weights.params[name]
-    if (lean := _lean(model)) is not None:
+    if (lean := lean_of(model)) is not None:
         assert weights.packed is not None
         lean.held = weights.packed
 
@@ -80,11 +80,6 @@ def _in_sglang(name: str) -> str:
     if name.startswith(("model.", "lm_head.")):
         return name
     return "model." + name.replace("midlayer.", "layers.0.")
-
-
-def _lean(model: Any) -> LeanModel | None:
-    lean: LeanModel | None = getattr(model, LEAN_ATTRIBUTE, None)
-    return lean
 
 
 def _fitted(name: str, like: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:

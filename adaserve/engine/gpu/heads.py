@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import MTP
-from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
+from adaserve.engine.cpu.install import lean_of
 from adaserve.engine.device import KeepGoing, Ready, Search
 from adaserve.engine.gpu.attention import TreeKernel
 from adaserve.engine.gpu.beam_search import BeamSearches
@@ -124,8 +124,8 @@ def hidden_states_of(target: Any, head: Any) -> HiddenStates:
 
 def keep_states(target: Any, hidden: HiddenStates) -> None:
     """From now on the ``ModelRunner`` ``target`` writes its states to ``hidden``."""
-    inner, lean = target.model.model, getattr(target.model, LEAN_ATTRIBUTE, None)
-    if lean is not None:  # a GPU's parts on a CPU
+    inner = target.model.model
+    if (lean := lean_of(target.model)) is not None:  # a GPU's parts on a CPU
         lean.sink = hidden
         return
     forward = inner.forward
