@@ -16,7 +16,7 @@ def request_key(*parts: object) -> int:
 
 
 def gumbel(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
-    """The noise itself, float32 [rows, vocabulary]: `read_row` of csrc/sampling.h in numpy."""
+    """The noise itself, float32 [rows, vocabulary]: `read_rows` of csrc/sampling.h in numpy."""
     tokens = np.arange(vocabulary, dtype=np.uint32)[None, :]
     noise: np.ndarray = -np.log(-np.log1p(-_uniform(keys[:, None], positions[:, None], tokens)))
     return noise.astype(np.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adaserve.engine.clock import HostMark
 from adaserve.engine.cpu.beam import MAX_WIDTH, BeamArrays
-from adaserve.engine.cpu.gumbel import read
+from adaserve.engine.cpu.gumbel import best_of
 from adaserve.engine.cpu.install import lean_of
 from adaserve.engine.cpu.lean import LeanModel
 from adaserve.engine.cpu.native import NativeBackend
@@ -179,7 +179,7 @@ class CpuForward:
         kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens, first.gap)
         for step in range(2, len(shape.beams) + 1):
             if keep is not None and not keep(step - 1, levels.frontier(step - 1)):
-                return self._found(levels, step - 1)
+                return found(levels, step - 1)
             batch = level_batch(levels, search, step, kv_lens)
             plan = attention_plan(self._req_to_token, batch, kv_slots)
             states = self._hidden(self._inputs(batch, plan, self._before_level(states, levels, step)))
@@ -188,27 +188,16 @@ class CpuForward:
             best = self._best(states, search.reading(m, step), levels.children(step), forbid)
             logprob, token = (v.view(a, m, -1) for v in best)
             levels.grow(step, logprob.double(), token)
-        return self._found(levels, len(shape.beams))
-
-    @staticmethod
-    def _found(levels: Levels, steps: int) -> Beams:
-        return Beams(levels.tokens.numpy(), levels.parents.numpy(), levels.logprobs.numpy(), steps)
+        return found(levels, len(shape.beams))
 
     def take_runs(self) -> list[Run]:
         runs, self._runs = self._runs, []
         return runs
 
 
-def best_of(
-    logits: Tensor, reading: Reading, width: int, forbid: Callable[[Tensor], None] | None = None
-) -> tuple[Tensor, Tensor]:
-    """``topk_logprobs`` of ``logits`` [rows, vocab], some of which ``forbid`` sets to -inf."""
-    if forbid is not None:
-        forbid(logits)
-    # A head may know none of the tokens that a grammar allows: then there is no distribution.
-    logprobs = torch.log_softmax(read(logits, reading), -1).nan_to_num_(nan=-torch.inf)
-    best, tokens = logprobs.topk(width)
-    return best, tokens
+def found(levels: Levels, steps: int) -> Beams:
+    """After so many draft steps."""
+    return Beams(levels.tokens.numpy(), levels.parents.numpy(), levels.logprobs.numpy(), steps)
 
 
 def forbidding(search: Search, levels: Levels, step: int) -> Callable[[Tensor], None] | None:

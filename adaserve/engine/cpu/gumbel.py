@@ -10,7 +10,7 @@ finds that very draw far more often than one that only knows which tokens are li
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,26 +22,40 @@ from adaserve.noise import gumbel
 
 def read(logits: torch.Tensor, reading: Reading) -> torch.Tensor:
     """fp32 [rows, vocab]: ``logits`` as ``reading`` says, in plain torch."""
-    out = logits.float() * _column(reading.scale, logits)
+    out = logits.float() * torch.from_numpy(reading.scale)[:, None]
     noisy = np.flatnonzero(reading.spread)
     if len(noisy):
         noise = gumbel(reading.keys[noisy], reading.positions[noisy], logits.shape[1])
         noise *= reading.spread[noisy, None]
-        out[torch.from_numpy(noisy).to(out.device)] += torch.from_numpy(noise).to(out.device)
+        out[torch.from_numpy(noisy)] += torch.from_numpy(noise)
     return out
+
+
+def best_of(
+    logits: torch.Tensor,
+    reading: Reading,
+    width: int,
+    forbid: Callable[[torch.Tensor], None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``width`` likeliest tokens of softmax(``logits`` as read), best first: log-probabilities, fp32, and
+    tokens, int64, [rows, width] each. ``forbid`` sets some of the logits to -inf."""
+    if forbid is not None:
+        forbid(logits)
+    # A head may know none of the tokens that a grammar allows: then there is no distribution.
+    logprobs = read(logits, reading).log_softmax(-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+    best, tokens = logprobs.topk(width)
+    return best, tokens
 
 
 def draw(logits: torch.Tensor, reading: Reading) -> torch.Tensor:
     """The best token of every row of fp32 ``logits`` [rows, vocab] as read, int64 [rows]."""
-    kernels = build.load_kernels() if logits.device.type == "cpu" else None
+    kernels = build.load_kernels()
     if kernels is None:
         return read(logits, reading).argmax(dim=-1)
-    logits = logits.float().contiguous()
+    logits, native = logits.float().contiguous(), NativeReading(reading)
     tokens = torch.empty(len(reading), dtype=torch.int64)
-    if len(reading):
-        source, target = (ctypes.c_void_p(t.data_ptr()) for t in (logits, tokens))
-        native = NativeReading(reading)
-        kernels.ada_draw(source, *logits.shape, native, target, torch.get_num_threads())
+    source, target = (ctypes.c_void_p(t.data_ptr()) for t in (logits, tokens))
+    kernels.ada_draw(source, *logits.shape, native, target, torch.get_num_threads())
     return tokens
 
 
@@ -62,7 +76,3 @@ class NativeReading:
         self._arrays = [np.ascontiguousarray(values, kind) for values, kind in columns]
         self._struct = _Reading(*(a.ctypes.data for a in self._arrays))
         self._as_parameter_ = ctypes.c_void_p(ctypes.addressof(self._struct))
-
-
-def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(like.device)[:, None]

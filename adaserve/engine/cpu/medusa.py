@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from adaserve.engine.clock import HostMark
-from adaserve.engine.cpu.forwards import best_of, forbidding
+from adaserve.engine.cpu.forwards import forbidding, found
+from adaserve.engine.cpu.gumbel import best_of
 from adaserve.engine.cpu.heads import lean_target
 from adaserve.engine.cpu.lean import LeanModel
 from adaserve.engine.cpu.linear import Storage, torch_linear
@@ -94,7 +95,7 @@ class MedusaForward:
                 levels.start(logprob[:, 0].double(), token[:, 0])
             else:
                 levels.grow(step, logprob.double(), token)
-        return Beams(levels.tokens.numpy(), levels.parents.numpy(), levels.logprobs.numpy(), depth)
+        return found(levels, depth)
 
     def _states(self, batch: TreeBatch, heads: int) -> Tensor:
         """fp32 [heads, n, H]: what the first heads make of the token before each request's last one."""

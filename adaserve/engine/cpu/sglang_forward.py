@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.runtime_context import get_model
 
 from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
-from adaserve.engine.cpu.gumbel import read
+from adaserve.engine.cpu.gumbel import best_of
 from adaserve.engine.cpu.params import Inputs
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.trees.attention import TreeAttentionPlan
@@ -67,4 +67,4 @@ class SGLangForward:
     def topk_logprobs(
         self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return read(hidden, reading).log_softmax(dim=-1).topk(width, dim=-1)
+        return best_of(hidden, reading, width)

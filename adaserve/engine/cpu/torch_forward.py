@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from adaserve.engine.cpu.gumbel import read
+from adaserve.engine.cpu.gumbel import best_of
 from adaserve.engine.cpu.linear import Linear, Storage, torch_linear
 from adaserve.engine.cpu.params import Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.logit_reading import Reading
@@ -89,9 +89,7 @@ class TorchBackend:
     def topk_logprobs(
         self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        as_read = read(self.logits(hidden), reading)
-        logprobs, tokens = as_read.log_softmax(dim=-1).topk(width, dim=-1)
-        return logprobs, tokens
+        return best_of(self.logits(hidden), reading, width)
 
     def _taken_in(
         self, embedded: torch.Tensor, before: torch.Tensor, positions: torch.Tensor

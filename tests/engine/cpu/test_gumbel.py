@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adaserve.engine.cpu import LeanModel, build
-from adaserve.engine.cpu.gumbel import draw, read
+from adaserve.engine.cpu.gumbel import best_of, draw, read
 from adaserve.engine.logit_reading import Reading
 from adaserve.noise import gumbel, request_key
 from tests.engine.chi_square import chi_square_p
@@ -90,6 +90,17 @@ def test_kernels_and_numpy_make_the_same_noise() -> None:
         np.ones(vocabulary), np.full(vocabulary, 7, np.uint64), np.zeros(vocabulary, np.int64)
     )
     assert torch.equal(draw(logits, same), torch.arange(vocabulary))
+
+
+@pytest.mark.parametrize("left", [1, 0])
+def test_what_is_forbidden_has_no_probability(left: int) -> None:
+    """Also where nothing else is left."""
+
+    def forbid(logits: torch.Tensor) -> None:
+        logits[:, left:] = -torch.inf
+
+    logprobs, _ = best_of(torch.zeros(3, VOCAB), reading(3), 2, forbid)
+    assert logprobs.tolist() == [[0.0 if left else -torch.inf, -torch.inf]] * 3
 
 
 def test_a_draft_that_knows_the_noise_guesses_more() -> None:
