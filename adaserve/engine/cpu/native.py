@@ -179,41 +179,29 @@ class NativeBackend:
         return steps
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = _fp32(hidden)
-        rows = hidden.shape[0]
-        out = torch.empty(rows, self._head_rows)
-        if rows:
-            arguments = (hidden.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
-            self._check(self._kernels.ada_logits(self._model, *arguments))
+        out = torch.empty(hidden.shape[0], self._head_rows)
+        self._read_rows(self._kernels.ada_logits, hidden, out.data_ptr())
         return all_tokens(out, self._token_ids, self._config.vocab_size)
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = _fp32(hidden)
-        rows = hidden.shape[0]
-        out = torch.empty(rows, dtype=torch.int64)
-        if rows:
-            arguments = (hidden.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
-            self._check(self._kernels.ada_argmax(self._model, *arguments))
-        return out
+        tokens = torch.empty(hidden.shape[0], dtype=torch.int64)
+        self._read_rows(self._kernels.ada_argmax, hidden, tokens.data_ptr())
+        return tokens
 
     def topk_logprobs(
         self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, native = _fp32(hidden), NativeReading(reading)
-        rows = hidden.shape[0]
+        rows, native = hidden.shape[0], NativeReading(reading)
         logprobs, tokens = torch.empty(rows, width), torch.empty(rows, width, dtype=torch.int64)
-        if rows:
-            arguments = (
-                hidden.data_ptr(),
-                rows,
-                native,
-                width,
-                logprobs.data_ptr(),
-                tokens.data_ptr(),
-            )
-            code = self._kernels.ada_top_logprobs(self._model, *arguments, torch.get_num_threads())
-            self._check(code)
+        found = logprobs.data_ptr(), tokens.data_ptr()
+        self._read_rows(self._kernels.ada_top_logprobs, hidden, native, width, *found)
         return logprobs, tokens
+
+    def _read_rows(self, kernel: Callable[..., int], hidden: torch.Tensor, *more: object) -> None:
+        """Calls a kernel that reads hidden states, if there are any."""
+        hidden = hidden.float().contiguous()
+        if rows := hidden.shape[0]:
+            self._check(kernel(self._model, hidden.data_ptr(), rows, *more, torch.get_num_threads()))
 
     def _check(self, code: int) -> None:
         if code == _NO_MEMORY:
@@ -339,12 +327,6 @@ def _is_list(tensor: torch.Tensor, length: int) -> bool:
 def _address(array: np.ndarray) -> int | None:
     """Of a writable array; a third of the time that ``array.ctypes.data`` takes."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else None
-
-
-def _fp32(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype is torch.float32 and tensor.is_contiguous():
-        return tensor
-    return tensor.float().contiguous()
 
 
 def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
