@@ -15,7 +15,7 @@ from adaserve.engine.cpu.torch_forward import TorchBackend
 from adaserve.engine.logit_reading import Reading
 
 Backend = NativeBackend | TorchBackend
-"""Packed weights and the forward over them; `name` is "native" with the C kernels, "torch" without."""
+"""Packed weights and the forward over them: by the C kernels, or by torch's operators without them."""
 
 
 class Sink(Protocol):

@@ -103,8 +103,6 @@ _Keep = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 class NativeBackend:
     """Holds a packed copy of the matrices; norms, embedding and rotary table stay where they are."""
 
-    name = "native"
-
     def __init__(
         self, kernels: ctypes.CDLL, weights: ModelWeights, config: ModelConfig, storage: Storage
     ) -> None:

@@ -31,8 +31,6 @@ class _Layer:
 class TorchBackend:
     """Computes in fp32 whatever the weights are stored in."""
 
-    name = "torch"
-
     def __init__(self, weights: ModelWeights, config: ModelConfig, storage: Storage) -> None:
         self._config, self.stored = config, storage
         self._embed = weights.embed

@@ -127,7 +127,7 @@ def test_storages_that_hold_the_weights_agree() -> None:
     results = []
     for storage, pool in zip(("fp32", "fp16", "auto"), pools, strict=True):
         lean = LeanModel(weights, config, linear=storage)  # type: ignore[arg-type]
-        if lean.held.name != "native":
+        if lean.native is None:
             pytest.skip("torch's operators promise no such thing")
         results.append(run(lean, pool, [Chunk(tokens, list(range(59)), pool.take(59), [])]))
     assert torch.equal(results[0], results[1])

@@ -77,7 +77,7 @@ class Setting:
         self.target = LeanModel(weights, config, "fp32")
         of_head = mtp_weights(head) if isinstance(head, Mtp) else head_weights(head, weights)
         self.lean = LeanModel(of_head, config, "fp32")
-        assert self.target.held.name == self.lean.held.name == backend
+        assert {self.target.native is None, self.lean.native is None} == {backend == "torch"}
         pools = [Pool(config, layers) for layers in (len(weights.layers), 1)]
         self.table = torch.zeros(3, 64, dtype=torch.int32)
         for row, length in zip(ROWS, LENGTHS, strict=True):
