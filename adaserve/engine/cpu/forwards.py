@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,23 +103,24 @@ class CpuForward:
         slots = token_slots(self._req_to_token, batch)
         return Inputs(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots, plan, before)
 
-    def _hidden(self, inputs: Inputs) -> Tensor:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """What is done inside is one of ``take_runs``."""
         start = HostMark()
-        hidden = self.model.hidden(inputs)
+        yield
         self._runs.append((start, HostMark()))
-        return hidden
+
+    def _hidden(self, inputs: Inputs) -> Tensor:
+        with self._timed():
+            return self.model.hidden(inputs)
 
     def logits(self, states: Tensor) -> Tensor:
-        start = HostMark()
-        logits = self.model.logits(states)
-        self._runs.append((start, HostMark()))
-        return logits
+        with self._timed():
+            return self.model.logits(states)
 
     def argmax(self, states: Tensor) -> Tensor:
-        start = HostMark()
-        best = self.model.argmax(states)
-        self._runs.append((start, HostMark()))
-        return best
+        with self._timed():
+            return self.model.argmax(states)
 
     def rehearse(self, batch: TreeBatch, width: int) -> int:
         self._best(self.run(batch), Reading.plain(np.ones(len(batch))), width)
@@ -127,13 +129,10 @@ class CpuForward:
     def _best(
         self, states: Tensor, reading: Reading, width: int, forbid: Callable[[Tensor], None] | None = None
     ) -> tuple[Tensor, Tensor]:
-        start = HostMark()
-        if forbid is None:
-            best = self.model.topk_logprobs(states, reading, width)
-        else:
-            best = best_of(self.model.logits(states), reading, width, forbid)
-        self._runs.append((start, HostMark()))
-        return best
+        with self._timed():
+            if forbid is None:
+                return self.model.topk_logprobs(states, reading, width)
+            return best_of(self.model.logits(states), reading, width, forbid)
 
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
         """All levels in one call of our kernels where they can, else level by level."""
@@ -162,9 +161,8 @@ class CpuForward:
 
         inputs = self._inputs(first, plan, self._before(first))
         asked = None if keep is None else go_on
-        start = HostMark()
-        steps = native.beam_search(inputs, pool.k_buffer, pool.v_buffer, arrays, asked)
-        self._runs.append((start, HostMark()))
+        with self._timed():
+            steps = native.beam_search(inputs, pool.k_buffer, pool.v_buffer, arrays, asked)
         return Beams(arrays.tokens, arrays.parents, arrays.logprobs, steps)
 
     def _walk(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Beams:
