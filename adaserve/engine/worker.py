@@ -89,7 +89,7 @@ class AdaServeWorker(BaseSpecWorker):
         pools = tuple(runner.token_to_kv_pool for runner in (target, *drafts))
         table, tokenizer = self.req_to_token_pool.req_to_token, self.target_worker.tokenizer
         device = open_device(target, drafts, config)
-        sources = tuple(sources_of(config, device, models, pools[1:], table, tokenizer))
+        sources = tuple(sources_of(config, device, models, table, tokenizer))
         meta, self._profile, self._latency = self._measure(device, saves=decides)
         self._costs = LearnedCosts(self._latency)
         windows = config.has_self or (bool(models) and all(m.kind == "model" for m in models))

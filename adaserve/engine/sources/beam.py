@@ -43,8 +43,7 @@ class _Searched:
 
 class BeamSource(TreeSource):
     """Searches with a draft model, number ``number`` of the device's. ``max_nodes``: KV slots that a
-    window has for its candidates. ``sharpening`` may be replaced between iterations, with the weights.
-    ``is_alone``: whether it is the only draft."""
+    window has for its candidates. ``sharpening`` may be replaced between iterations, with the weights."""
 
     def __init__(
         self,
@@ -54,12 +53,10 @@ class BeamSource(TreeSource):
         max_nodes: int,
         model: DraftModel | None = None,
         number: int = 0,
-        is_alone: bool = True,
     ) -> None:
         self.cache, self.sharpening = cache, sharpening
         self._forward: ModelForward = device.drafts[number]
-        self._device, self._max_nodes, self._model = device, max_nodes, model
-        self._number, self._is_alone = number, is_alone
+        self._device, self._max_nodes, self._model, self._number = device, max_nodes, model, number
         self._searched: _Searched | None = None
 
     # -- what it reads ------------------------------------------------------------------------
@@ -137,7 +134,7 @@ class BeamSource(TreeSource):
         """Where the draft has made every node that is verified, all that it may not have read by then is the
         last token before the root. It reads that one in any case."""
         made, then, cached = verified.drafted.get(self._number), plan.then, rows.seq_lens
-        if then is None or not then.depth or not (self._is_alone and self._forward.follows):
+        if then is None or not then.depth or not self._forward.follows or len(self._device.drafts) > 1:
             return None
         if len(verified.node) > (0 if made is None else np.count_nonzero(made)):
             return None

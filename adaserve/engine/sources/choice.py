@@ -28,22 +28,19 @@ def sources_of(
     config: AdaServeConfig,
     device: Device,
     models: Sequence[DraftModel],
-    pools: Sequence[Any],
     req_to_token: Tensor,
     tokenizer: Any,
 ) -> Iterator[TreeSource]:
-    """What ``config`` asks for. ``pools``: the KV pools of ``models``. ``tokenizer``: None where SGLang has
-    none, and so no grammars.
+    """What ``config`` asks for. ``tokenizer``: None where SGLang has none, and so no grammars.
 
     Draft models come first: where the target has the KV of their nodes, too, nothing has to move.
     """
-    for number, (model, pool) in enumerate(zip(models, pools, strict=True)):
-        slots = pool.k_buffer[0].shape[0]
+    for number, model in enumerate(models):
+        slots = model.runner.token_to_kv_pool.k_buffer[0].shape[0]
         cache = DraftCache(device.drafts[number], req_to_token, slots, config.deepest + 1)
         kind = HeadSource if model.kind in ("eagle3", "mtp") else BeamSource
         sharpening = load_sharpening(Path(model.folder))
-        alone = len(models) == 1
-        yield kind(device, cache, sharpening, config.beam_candidates, model, number, alone)
+        yield kind(device, cache, sharpening, config.beam_candidates, model, number)
     if config.medusa is not None:
         assert device.medusa is not None
         sharpening = load_sharpening(Path(config.medusa))
