@@ -20,6 +20,7 @@ from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
+from adaserve.scheduler.interface import Draft
 from tests.engine.cpu.test_heads import Setting, check_levels
 from tests.engine.cpu.test_medusa import Setting as MedusaSetting
 from tests.engine.gpu.heads import TinyCall, headed_device
@@ -144,9 +145,8 @@ def a_head(kind: str) -> Head | Mtp:
     return following_head(target, frequent_tokens(target), weight=0.5)
 
 
-def head_case(kind: str, parts: str) -> Case:
+def head_case(head: Head | Mtp, parts: str) -> Case:
     """Over a host's parts or a device's."""
-    head = a_head(kind)
     made = Setting(head, "native")
     table = made.drafts._req_to_token
     device: Any = CpuDevice(CpuForward(made.reads, table), made.drafts)
@@ -164,7 +164,23 @@ def head_case(kind: str, parts: str) -> Case:
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_head(seed: int, kind: str, parts: str) -> None:
-    drafts_stay_right(head_case(kind, parts), seed)
+    drafts_stay_right(head_case(a_head(kind), parts), seed)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_head_reads_more_recent_tokens_in_place_of_sinks(kind: str) -> None:
+    """The first tokens are none for it, which has never read the very first."""
+    head = a_head(kind)
+    case, window, sinks = head_case(head, "host"), np.array([0, 4]), 2
+    for r, prompt in enumerate(PROMPTS):
+        case.prefill(r, prompt, [])
+    plan = replace(iteration_plan(2, DEPTH, WIDTH), draft=Draft(DEPTH, WIDTH, window=window, sinks=sinks))
+    drafting = case.source.propose(plan, case.rows, None)
+    assert drafting is not None
+    trees = drafting.read().trees
+    for r, left_out in enumerate((1, len(PROMPTS[1]) - 4 - sinks)):
+        nodes, text = slice(*trees.row_start[r : r + 2]), case.text(r)
+        check_levels(head, text, trees.token[nodes], trees.logprob[nodes], WIDTH, 1, 0.0, left_out)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -185,7 +201,7 @@ def test_medusa_heads(seed: int) -> None:
 
 def test_a_search_on_a_device_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states are found and handed on by operators that a CUDA graph can hold."""
-    case, call, calls = head_case("eagle3", "graphs"), TinyCall.__call__, []
+    case, call, calls = head_case(a_head("eagle3"), "graphs"), TinyCall.__call__, []
     for r, prompt in enumerate(PROMPTS):
         case.prefill(r, prompt, [])
 

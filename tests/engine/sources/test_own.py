@@ -88,6 +88,14 @@ def _check_cache(case: Case, r: int, text: list[int]) -> None:
         torch.testing.assert_close(mine[slots], plain[slots])
 
 
+def test_no_deeper_than_the_drafter_goes() -> None:
+    """Policies may ask for more levels than there are Medusa heads."""
+    case = case_of([4] * ROWS)
+    case.source = StatelessSource(case.device.target, SHARPENING, MAX_NODES, 2)  # type: ignore[assignment]
+    proposal = proposed(case, plan_of(case, 4, 2, None))
+    assert np.diff(proposal.trees.row_start).tolist() == [4] * ROWS and proposal.trees.depth.max() == 2
+
+
 def test_draws_are_read_as_the_target_reads_them() -> None:
     """The noise weighs what the temperature gives it, so the best token is the one that is drawn."""
     for temperature in (0.1, 0.8, 1.5):
