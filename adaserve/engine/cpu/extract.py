@@ -20,7 +20,7 @@ _PLAIN_LAYERS = (
 )
 
 
-def supports(model: Any) -> str | None:
+def obstacle(model: Any) -> str | None:
     """None when the lean forward computes what `model` computes, else the reason why it cannot."""
     return next(_obstacles(model), None)
 

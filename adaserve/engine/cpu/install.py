@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from adaserve.cores import usable_cores
-from adaserve.engine.cpu.extract import read_weights, supports
+from adaserve.engine.cpu.extract import obstacle, read_weights
 from adaserve.engine.cpu.lean import LeanModel
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.params import Inputs
@@ -26,13 +26,12 @@ def limit_threads() -> None:
         torch.set_num_threads(usable_cores())
 
 
-def install(model: Any, storage: Storage) -> bool:
-    """Replaces the decoder stack's forward and the product that makes logits; False, with a logged reason,
-    where the model isn't covered."""
-    reason = supports(model)
-    if reason is not None:
+def install(model: Any, storage: Storage) -> None:
+    """Replaces the decoder stack's forward and the product that makes logits. Where the model isn't covered,
+    a warning says why."""
+    if (reason := obstacle(model)) is not None:
         logger.warning("AdaServe: SGLang's own CPU forward is used, which is slower: %s", reason)
-        return False
+        return
     grow_rotary_table(model)
     lean = LeanModel(*read_weights(model), storage)
     object.__setattr__(model, LEAN_ATTRIBUTE, lean)
@@ -52,7 +51,6 @@ def install(model: Any, storage: Storage) -> bool:
 
     model.model.forward = forward
     model.logits_processor._compute_lm_head = logits
-    return True
 
 
 def lean_of(model: Any) -> LeanModel | None:
