@@ -50,9 +50,9 @@ class LeanModel:
     Activations and sums are fp32 whatever the weights are stored in. Not safe for concurrent calls.
     """
 
-    def __init__(self, weights: ModelWeights, config: ModelConfig, linear: Storage = "auto") -> None:
+    def __init__(self, weights: ModelWeights, config: ModelConfig, storage: Storage = "auto") -> None:
         self.config = config
-        self.store(weights, linear)
+        self.store(weights, storage)
         self.sink: Sink | None = None
         """Who is given hidden states of every forward, for heads that read them."""
 

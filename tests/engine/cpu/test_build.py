@@ -41,9 +41,9 @@ def outputs(lean: LeanModel) -> torch.Tensor:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_torch_serves_where_no_kernels_are(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hf_model("qwen3")
-    expected = outputs(LeanModel(*read_hf(model), linear="fp32"))
+    expected = outputs(LeanModel(*read_hf(model), storage="fp32"))
     monkeypatch.setattr(build, "load_kernels", lambda: None)
-    lean = LeanModel(*read_hf(model), linear=storage)  # type: ignore[arg-type]
+    lean = LeanModel(*read_hf(model), storage=storage)  # type: ignore[arg-type]
     assert lean.native is None
     tolerance = 0.5 if storage == "bf16" else 2e-4
     torch.testing.assert_close(outputs(lean), expected, atol=tolerance, rtol=tolerance)
@@ -159,7 +159,7 @@ def test_other_vector_widths(lanes: int, storage: str) -> None:
     kernels = build.load_library(build.build(f"-DVL={lanes}", "-O1", "-Wno-psabi"))
     assert kernels.ada_vector_lanes() == lanes
     weights, config = read_hf(hf_model("qwen2", hidden_size=288))
-    lean = LeanModel(weights, config, linear=storage)  # type: ignore[arg-type]
+    lean = LeanModel(weights, config, storage=storage)  # type: ignore[arg-type]
     expected = outputs(lean)
     lean.held = NativeBackend(kernels, weights, config, storage)  # type: ignore[arg-type]
     if storage == "int8":

@@ -49,7 +49,7 @@ class Call:
 def lean() -> LeanModel:
     if build.load_kernels() is None:
         pytest.skip("no C compiler here")
-    model = LeanModel(*read_hf(hf_model()), linear="fp32")
+    model = LeanModel(*read_hf(hf_model()), storage="fp32")
     assert model.native is not None
     return model
 

@@ -28,7 +28,7 @@ ROW_COUNTS = [*range(1, 65), 121, 130]
 def lean(request: pytest.FixtureRequest, flags: tuple[str, ...]) -> LeanModel:
     # More than one block of k in both products of the MLP.
     weights, config = read_hf(hf_model(hidden_size=272, intermediate_size=520))
-    model = LeanModel(weights, config, linear=request.param)
+    model = LeanModel(weights, config, storage=request.param)
     kernels = build.load_library(build.build(*flags))
     model.held = NativeBackend(kernels, weights, config, request.param)
     return model
@@ -126,7 +126,7 @@ def test_storages_that_hold_the_weights_agree() -> None:
     tokens = list(range(1, 60))
     results = []
     for storage, pool in zip(("fp32", "fp16", "auto"), pools, strict=True):
-        lean = LeanModel(weights, config, linear=storage)  # type: ignore[arg-type]
+        lean = LeanModel(weights, config, storage=storage)  # type: ignore[arg-type]
         if lean.native is None:
             pytest.skip("torch's operators promise no such thing")
         results.append(run(lean, pool, [Chunk(tokens, list(range(59)), pool.take(59), [])]))

@@ -52,7 +52,7 @@ def prefill(lean: LeanModel, pool: Pool, tokens: list[int]) -> tuple[list[int], 
 def test_prefill_decode_and_tree_match_the_reference(name: str) -> None:
     kind, overrides = MODELS[name]
     model = hf_model(kind, **overrides)
-    lean = LeanModel(*read_hf(model), linear="fp32")
+    lean = LeanModel(*read_hf(model), storage="fp32")
     pool = Pool(lean.config, 2)
     prompt = torch.randint(0, 101, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
