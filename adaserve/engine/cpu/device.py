@@ -21,8 +21,6 @@ from adaserve.engine.cpu.install import store_again
 from adaserve.engine.cpu.lean import draft_storage
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.medusa import MedusaForward, medusa_forward
-from adaserve.engine.filters import Filter
-from adaserve.engine.logit_reading import Reading
 from adaserve.engine.trees import verify
 
 LEAST_GAIN = 0.05
@@ -91,12 +89,8 @@ class CpuDevice:
     def get(self, **tensors: Tensor) -> HostValues:
         return HostValues(tensors)
 
-    @property
-    def filter(self) -> Filter:
-        return by_selection
-
-    def draw(self, logits: Tensor, reading: Reading) -> Tensor:
-        return gumbel.draw(logits, reading)
+    filter = staticmethod(by_selection)
+    draw = staticmethod(gumbel.draw)
 
     def accept(
         self, tensors: Mapping[str, Tensor], draws: Tensor, n: int, deepest: int, stride: int
