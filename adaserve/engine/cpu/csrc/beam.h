@@ -159,7 +159,7 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
     }
     const reading roots = {s->scale, s->spread, s->keys, s->base};
     const reading beams = {b.scale, b.spread, b.keys, b.positions};
-    if (top_logprobs(m, b.hidden, s->rows, 1, &roots, w, b.logprobs, b.best, threads)) return -1;
+    if (top_logprobs(m, b.hidden, s->rows, 1, &roots, w, b.logprobs, b.best, threads)) return NO_MEMORY;
     first_level(s, &b);
     level.tokens = s->rows * w;
     level.requests = s->rows;
@@ -181,7 +181,7 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
         level_inputs(s, &b, step);
         if (is_head(m)) parents_states(m, s, &b, step);
         if ((wrong = run_forward(m, &level, 0, threads))) return wrong;
-        if (top_logprobs(m, b.hidden, s->rows * w, w, &beams, w, b.logprobs, b.best, threads)) return -1;
+        if (top_logprobs(m, b.hidden, s->rows * w, w, &beams, w, b.logprobs, b.best, threads)) return NO_MEMORY;
         next_level(s, &b, step);
     }
     return s->depth;

@@ -105,12 +105,12 @@ static void head_phases(team *t, void *data) {
 static int run_head(head_pass p, int threads) {
     const size_t hidden = p.m->shape.hidden, vocab = p.m->lm_head.columns;
     threads = useful_threads((int64_t)p.m->lm_head.bytes / 2, p.rows, threads);
-    if (raw_states(p.m) && !(p.normed = reserve(&p.m->normed, sizeof(float) * p.rows * hidden))) return -1;
+    if (raw_states(p.m) && !(p.normed = reserve(&p.m->normed, sizeof(float) * p.rows * hidden))) return NO_MEMORY;
     if (!p.logits) p.logits = reserve(&p.m->logits, sizeof(float) * p.rows * vocab);
-    if (!p.logits || !reserve_members(p.m, threads)) return -1;
+    if (!p.logits || !reserve_members(p.m, threads)) return NO_MEMORY;
     const size_t bytes = phase_bytes(threads, gemm_items(&p.m->lm_head, p.rows)) + 2 * phase_bytes(threads, p.rows);
     char *phases = reserve_phases(&p.m->phases, bytes);
-    if (!phases) return -1;
+    if (!phases) return NO_MEMORY;
     team_run(head_phases, &p, threads, phases);
     return 0;
 }
@@ -148,7 +148,7 @@ static void rows_phase(team *t, void *data) {
 /* Something short with each row of some logits. */
 static void each_row(int rows, int vocab, void (*one)(void *data, int i), void *data, int threads) {
     rows_pass p = {rows, one, data};
-    threads = rows * vocab < 16384 ? 1 : threads;
+    threads = (int64_t)rows * vocab < 16384 ? 1 : threads;
     char *phases = threads > 1 ? aligned_alloc(LINE, phase_bytes(threads, rows)) : NULL;
     if (phases) memset(phases, 0, phase_bytes(threads, rows));
     team_run(rows_phase, &p, phases ? threads : 1, phases);

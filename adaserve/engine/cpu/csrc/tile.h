@@ -120,17 +120,14 @@ typedef void (*tile_fn)(const tile_args *);
 
 /* Rows of tiles that take one panel, and of those that take two. */
 #define ROWS_TO_2(F, ...) F(1, __VA_ARGS__) F(2, __VA_ARGS__)
-#define ROWS_TO_3(F, ...) ROWS_TO_2(F, __VA_ARGS__) F(3, __VA_ARGS__)
-#define ROWS_TO_6(F, ...) ROWS_TO_3(F, __VA_ARGS__) F(4, __VA_ARGS__) F(5, __VA_ARGS__) F(6, __VA_ARGS__)
+#define ROWS_TO_6(F, ...) \
+    ROWS_TO_2(F, __VA_ARGS__) F(3, __VA_ARGS__) F(4, __VA_ARGS__) F(5, __VA_ARGS__) F(6, __VA_ARGS__)
 #if VL == 16
 #define ROWS_TO_12(F, ...) \
     ROWS_TO_6(F, __VA_ARGS__) F(7, __VA_ARGS__) F(8, __VA_ARGS__) F(9, __VA_ARGS__) \
     F(10, __VA_ARGS__) F(11, __VA_ARGS__) F(12, __VA_ARGS__)
 #define ROWS_1 ROWS_TO_12
 #define ROWS_2 ROWS_TO_12
-#elif VL == 8
-#define ROWS_1 ROWS_TO_6
-#define ROWS_2 ROWS_TO_2
 #else
 #define ROWS_1 ROWS_TO_6
 #define ROWS_2 ROWS_TO_2
