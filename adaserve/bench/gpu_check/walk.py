@@ -1,4 +1,4 @@
-"""The kernels that accept tokens and say where their KV belongs, against torch on a CPU."""
+"""The kernels that accept tokens and say where their KV belongs, against what a host does."""
 
 from __future__ import annotations
 

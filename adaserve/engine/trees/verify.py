@@ -5,8 +5,8 @@ goes down while a kept child equals the draw, and the first draw that equals no 
 trees are deterministic, so this is exact (SpecInfer's argument with a point mass as proposal); the ratio
 rule with soft draft probabilities would be wrong here.
 
-What is verified is built on the host, where the trees were selected. The walk runs on the device of the
-draws, without waiting for it (``accept``); where the draws are on the host already, it is a loop (``walk``).
+What is verified is built on the host, where the trees were selected. There the walk is a loop (``walk``). On
+a GPU one kernel walks behind the draws (``gpu/accept_kernel.py``), and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCRATCH_SLOT = 0
 """SGLang's KV pools keep slot 0 free for what padded tokens write."""
 
 NOTHING = -1
-"""No token."""
+"""No token: no draw is equal to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,22 +194,13 @@ Tensors = Mapping[str, Tensor]
 
 
 def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acceptance:
-    """Walks every tree down along the target's draws (int64 [T]). ``deepest``: depth of the deepest token."""
-    if not deepest:  # plain decoding: there are only roots, and every draw is a bonus
-        emitted = torch.nn.functional.pad(draws[:, None], (0, stride - 1))
-        one = torch.ones_like(draws)
-        return Acceptance(one.bool(), torch.zeros_like(draws), one, draws, emitted)
-    tree = t["tree"]
-    tokens, path = tree[0], tree[3:-1]
-    right = (tokens == draws[tree[4]]).index_fill_(0, t["root"], True)
-    accepted = right[path].all(dim=0)
-    # A draw at an accepted token is the next accepted one, or the bonus.
-    drawn = torch.full((n, 2 * stride), NOTHING, dtype=torch.int64, device=draws.device)
-    drawn[t["row"], _place(t, accepted, stride)] = draws
-    emitted = drawn[:, stride:]
-    length = (emitted > NOTHING).sum(dim=1)
-    bonus = drawn[:, stride - 1 :].gather(1, length[:, None])[:, 0]
-    return Acceptance(accepted, length - 1, length, bonus, emitted.clamp(min=0))
+    """What the target's draws (int64 [T]) accept. ``deepest``: depth of the deepest token. In plain decoding
+    there are only roots, and every draw is a bonus: then nothing is waited for, on any device."""
+    if deepest:
+        return walk(t, draws, n, stride)
+    emitted = torch.nn.functional.pad(draws[:, None], (0, stride - 1))
+    one = torch.ones_like(draws)
+    return Acceptance(one.bool(), torch.zeros_like(draws), one, draws, emitted)
 
 
 def _place(t: Tensors, accepted: Tensor, stride: int) -> Tensor:
@@ -219,8 +210,8 @@ def _place(t: Tensors, accepted: Tensor, stride: int) -> Tensor:
 
 
 def walk(t: Tensors, draws: Tensor, n: int, stride: int) -> Acceptance:
-    """The same where nothing is launched or waited for. Some twenty operators on a few tokens each would take
-    a millisecond on a host, since their code is in no cache after a forward."""
+    """Walks every tree down along draws that the host has. Some twenty operators on a few tokens each would
+    take a millisecond there, since their code is in no cache after a forward."""
     drawn, row = draws.tolist(), t["row"].tolist()
     tokens, depth, _, own, *above = t["tree"].tolist()
     parent = above[0] if above else own
