@@ -46,7 +46,7 @@ def _has_fbgemm() -> bool:
 
 def _has_fast_bf16() -> bool:
     # Without the instructions torch emulates bf16 products at a tenth of the fp32 speed.
-    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def _fbgemm_fp16(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
