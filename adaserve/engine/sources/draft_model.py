@@ -76,7 +76,10 @@ class DraftModels(EagleDraftWorkerBase):
                 for path in paths
             ]
         config = AdaServeConfig.load()
-        kinds = [kind_of(worker, path, config) for path, worker in zip(paths, workers, strict=True)]
+        kinds = [
+            draft_kind(worker.model_runner.model_config.hf_config.architectures, config.draft_kind, path)
+            for path, worker in zip(paths, workers, strict=True)
+        ]
         require_servable(kinds, config)
         for path, worker, kind in zip(paths, workers, kinds, strict=True):
             require_same_size(target_worker, worker, path)
@@ -124,11 +127,6 @@ class _DraftWorker(TpModelWorker):
         self.model_config = draft_config(self.server_args, self._path, context_length=self.context_length)
         require_known_head(self.model_config.hf_config.architectures, self._path)
         require_no_state(self.model_config)
-
-
-def kind_of(worker: Any, path: str, config: AdaServeConfig) -> DraftKind:
-    """Raises UnsupportedError where it is not the kind that was asked for."""
-    return draft_kind(worker.model_runner.model_config.hf_config.architectures, config.draft_kind, path)
 
 
 _HEAD_NAMES: dict[DraftKind, str] = {"eagle3": "EAGLE-3 head", "mtp": "MTP layer"}
