@@ -91,10 +91,10 @@ def spelling_of(tokenizer: Any) -> list[bytes] | None:
             info, _ = tokenizer.init_xgrammar()
         else:
             info = TokenizerInfo.from_huggingface(tokenizer)
-    except ValueError as error:
-        logger.warning("AdaServe: text that grammars force is not proposed: %s", error)
+        spelling: list[bytes] = info.decoded_vocab
+    except Exception as error:  # of whatever kind: SGLang serves without grammars then
+        logger.warning("AdaServe: text that grammars force is not proposed: %r", error)
         return None
-    spelling: list[bytes] = info.decoded_vocab
     return spelling
 
 

@@ -148,3 +148,17 @@ def test_a_grammar_that_takes_long_ends_its_request(server: Server, monkeypatch:
     monkeypatch.setattr(grammar_time, "time", SimpleNamespace(thread_time=lambda: clock.now_s))
     assert server.offer(rows) is None
     assert [req.to_finish is not None for req in reqs] == [False, True]
+
+
+def test_a_tokenizer_that_xgrammar_cannot_read_keeps_no_server_from_its_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang serves it without grammars, whatever the error was."""
+
+    def fails(_: Any) -> None:
+        raise RuntimeError("no decoder")
+
+    monkeypatch.setattr("adaserve.engine.sources.forced.TokenizerInfo.from_huggingface", fails)
+    for tokenizer in (SimpleNamespace(), SimpleNamespace(init_xgrammar=lambda: (None, None))):
+        assert spelling_of(tokenizer) is None
+    assert "no decoder" in caplog.text
