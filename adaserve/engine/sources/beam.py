@@ -115,13 +115,12 @@ class BeamSource(TreeSource):
         caught_up = self._catch_up(pool_rows)
         gap = self._left_out(plan.draft, rows.seq_lens, active)
         first = self.cache.first_batch(search.pool_rows, search.base, rows.roots[active], shape.width, gap)
-        asking = asking_for(keep, plan, active, len(rows))
+        asking = None if keep is None else Asking(keep, plan, active, len(rows))
         ready = once(self._forward.search(first, search, asking))
         self.cache.drafted(pool_rows)
         self._searched = _Searched(frozenset(pool_rows), ready)
-        first_level = None if asking is None else asking.first_level
         queued = Queued(ready, shape, active, np.arange(len(active)), len(rows))
-        return queued.drafting(self._proposal, caught_up, first_level)
+        return queued.drafting(self._proposal, caught_up, asking)
 
     def propose_early(
         self,
@@ -284,12 +283,12 @@ class Queued:
     n: int  # requests of the iteration
 
     def drafting(
-        self, make: MakeProposal, caught_up: Run | None = None, first_level: Mark | None = None
+        self, make: MakeProposal, caught_up: Run | None = None, asking: Asking | None = None
     ) -> Drafting:
         return Drafting(
             lambda: make(self.shape, self.rows, self.ready.read().of(self.mine), self.n),
             caught_up,
-            first_level,
+            None if asking is None else asking.first_level,
             None if self.ready.found is None else partial(self._unread, make, self.ready.found),
         )
 
@@ -316,8 +315,3 @@ class Asking:
         every = np.full((self._n, frontier.shape[1]), -np.inf)
         every[self._active] = frontier
         return self._keep(self._plan, step, every)
-
-
-def asking_for(keep: KeepDrafting | None, plan: IterationPlan, active: np.ndarray, n: int) -> Asking | None:
-    """What a search over the ``active`` rows of n asks, if there is anybody to ask."""
-    return None if keep is None else Asking(keep, plan, active, n)

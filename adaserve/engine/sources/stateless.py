@@ -6,8 +6,8 @@ import numpy as np
 
 from adaserve.engine.device import Drafter
 from adaserve.engine.sources.beam import (
+    Asking,
     Queued,
-    asking_for,
     drafted_rows,
     fitting_shape,
     left_out,
@@ -47,8 +47,7 @@ class StatelessSource(TreeSource):
             left_out(plan.draft, rows.seq_lens, active),
         )
         search = search_for(self._sharpening, rows, active, shape)
-        asking = asking_for(keep, plan, active, len(rows))
+        asking = None if keep is None else Asking(keep, plan, active, len(rows))
         ready = once(self._drafter.search(first, search, asking))
-        first_level = None if asking is None else asking.first_level
         queued = Queued(ready, shape, active, np.arange(len(active)), len(rows))
-        return queued.drafting(proposal, first_level=first_level)
+        return queued.drafting(proposal, asking=asking)
