@@ -15,8 +15,9 @@ from adaserve.engine.grammar import Grammars
 from adaserve.engine.sources.forced import FORCED, START, ForcedSource, spelling_of
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.patches import grammar_time
-from adaserve.scheduler.interface import CandidateTrees, RunningBatch
+from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.pairs import VOCAB, save_tokenizer
+from tests.engine.trees.factories import running
 
 TEXT = "customer target identifier"
 UNICODE = "日本"
@@ -42,15 +43,10 @@ class Server:
         """Requests at their first token; None has no grammar."""
         n = len(expressions)
         states = [RequestState(f"r{r}", "default", np.inf, 0.0, generated=[7]) for r in range(n)]
-        running = RunningBatch(
-            rids=tuple(s.rid for s in states), slo_class=("default",) * n, tpot_slo_s=np.full(n, np.inf),
-            decode_start_s=np.zeros(n), decoded_tokens=np.zeros(n, np.int64), context_tokens=np.full(n, 9),
-            remaining_tokens=np.full(n, 100), max_depth=np.full(n, max_depth), temperature=np.zeros(n),
-        )  # fmt: skip
         live = {r: self.backend.dispatch_regex(e) for r, e in enumerate(expressions) if e is not None}
         reqs = [SimpleNamespace(to_finish=None) for _ in expressions]
         grammars = Grammars(reqs, live, VOCAB) if live else None
-        return DecodeRows(states, np.full(n, 9), np.arange(n), running, grammars=grammars)
+        return DecodeRows(states, np.full(n, 9), np.arange(n), running(n, [max_depth] * n), grammars=grammars)
 
     def offer(self, rows: DecodeRows) -> CandidateTrees | None:
         proposal = self.source.offer(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,7 @@ from adaserve.engine.sources.text_index import BYTES_PER_TOKEN
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.noise import gumbel, quantile
-from adaserve.scheduler.interface import RunningBatch
-from tests.engine.trees.factories import paths
+from tests.engine.trees.factories import paths, running
 
 ENOUGH = 1_000_000
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -59,13 +59,8 @@ class Server:
     def rows(self, *rows: int, temperature: float | list[float] = 0.0, max_depth: int = 6) -> DecodeRows:
         states, n = [self.states[r] for r in rows], len(rows)
         lens = np.array([len(self.prompts[r]) + len(self.states[r].generated) - 1 for r in rows])
-        running = RunningBatch(
-            rids=tuple(s.rid for s in states), slo_class=("default",) * n, tpot_slo_s=np.full(n, np.inf),
-            decode_start_s=np.zeros(n), decoded_tokens=np.zeros(n, np.int64), context_tokens=lens,
-            remaining_tokens=np.full(n, 100), max_depth=np.full(n, max_depth),
-            temperature=np.full(n, temperature),
-        )  # fmt: skip
-        return DecodeRows(states, lens, np.array(rows), running)
+        view = replace(running(n, [max_depth] * n), temperature=np.full(n, temperature))
+        return DecodeRows(states, lens, np.array(rows), view)
 
     def offer(self, *rows: int, **more: Any) -> Proposal | None:
         return self.source.offer(self.rows(*rows, **more))
