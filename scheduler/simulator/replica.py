@@ -32,7 +32,6 @@ class ReplicaConfig:
     max_running: int = 512
     prefill_mode: PrefillMode = "mixed"
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
-    exclusive_tokens: int = 4096  # largest separate prefill forward
     prefill_cost: StepCost | None = None  # of separate prefill forwards of both models; None = as others
     noise: float = 0.03  # standard deviation of log seconds
     row_overhead_s: float = 0.0  # per iteration and running request, whose tokens are streamed
@@ -135,9 +134,7 @@ class Replica(ABC):
             self._recent.lost_at_s = self.now_s
         for i in plan.shed.tolist():
             self._shed(looked[i])
-        exclusive = self.config.prefill_mode == "exclusive"
-        paced = self.config.prefill.pacing == "slack"
-        left = self.config.exclusive_tokens if exclusive and not paced else plan.tokens
+        left = plan.tokens
         chunk: Chunk = []
         full = False
         for request in (looked[i] for i in plan.order.tolist()):

@@ -271,7 +271,7 @@ def test_prompts_that_nobody_decodes_beside_are_split_as_on_a_server():
     for request in load:
         request.arrival_s, request.prompt_tokens, request.tpot_slo_s = 0.0, 100, math.inf
     rule = AdaServeConfig().for_prefills(chunk_tokens=150)
-    cfg = config("none", prefill=rule, prefill_mode="exclusive", exclusive_tokens=150)
+    cfg = config("none", prefill=rule, prefill_mode="exclusive")
     replica = build_replica(cfg)
     for request in load:
         replica.submit(request)
@@ -366,7 +366,7 @@ class TestLookedUpIterations:
         for play in (True, False):
             long = requests(1)
             long[0].prompt_tokens, long[0].output_tokens, long[0].cap_tokens = 2000, 5, 5
-            cfg = config("chain-3", prefill_mode=mode, exclusive_tokens=512, noise=0.0)
+            cfg = config("chain-3", prefill_mode=mode, noise=0.0)
             serve(long, [build_replica(cfg)] if play else self.fleet(cfg), cfg)
             ttft.append(long[0].first_token_s - long[0].arrival_s)
         chunks = [512, 512, 512, 464]
@@ -399,7 +399,7 @@ class TestLookedUpIterations:
         met = []
         for prefill in (PrefillConfig(256), SERVED):
             load = requests(150, rate=4.0)
-            cfg = config(prefill_mode="exclusive", prefill=prefill, exclusive_tokens=256)
+            cfg = config(prefill_mode="exclusive", prefill=prefill)
             serve(load, self.fleet(cfg), cfg)
             met.append(np.mean([to_record(r).met_tpot for r in load]))
         assert met[1] > met[0] + 0.1

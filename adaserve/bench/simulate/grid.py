@@ -99,7 +99,6 @@ class Grid:
             self.kv_tokens or hardware.kv_tokens(),
             prefill_mode=self.prefill,
             prefill=PrefillConfig(chunk, self.order, self.gate, shed=self.shed),
-            exclusive_tokens=chunk,
             lag=self.lag,
         )
         children = load_children(self.recorded) if self.recorded else SyntheticChildren(self.miscalibration)

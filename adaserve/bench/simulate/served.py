@@ -35,7 +35,6 @@ def served(
         MOST_RUNNING,
         prefill_mode="exclusive",
         prefill=prefill,
-        exclusive_tokens=prefill.chunk_tokens,
         busy=((0.0, np.inf, slowdown),),
     )
     settings = server.for_policies(latency=latency)

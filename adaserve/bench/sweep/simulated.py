@@ -117,8 +117,7 @@ class Simulator:
         prefill = rule(chunk_tokens=CHUNK_TOKENS)
         return ReplicaConfig(
             self._latency, kv_tokens=65_536, max_running=MOST_RUNNING, prefill_mode="exclusive",
-            prefill=prefill, exclusive_tokens=CHUNK_TOKENS, prefill_cost=self._prefill,
-            row_overhead_s=self._row_s,
+            prefill=prefill, prefill_cost=self._prefill, row_overhead_s=self._row_s,
         )  # fmt: skip
 
     def _policy(self) -> PolicyConfig:
