@@ -16,11 +16,6 @@ RowOrder = Callable[[Rows, float], IntArray | None]
 FCFS_BATCH = 32
 
 
-def everyone(rows: Rows, now_s: float) -> IntArray | None:
-    """Plain continuous batching."""
-    return None
-
-
 def fcfs(rows: Rows, now_s: float) -> IntArray | None:
     """FCFS (v1 ablation): the oldest ``FCFS_BATCH`` requests decode, the others wait."""
     if len(rows) <= FCFS_BATCH:
@@ -66,10 +61,10 @@ def separate_pipelines(rows: Rows, now_s: float) -> IntArray | None:
     return np.array([i for i, c in enumerate(rows.classes) if c == mine])
 
 
-ROW_ORDERS = ("all", "fcfs", "stta", "sep-pipe")
+ROW_ORDERS = ("fcfs", "stta", "sep-pipe")
 
 
-def build_order(name: str, latency: LatencyModel) -> RowOrder:
-    """A row order by name, one of ROW_ORDERS."""
-    orders = (everyone, fcfs, stta(latency), separate_pipelines)
-    return dict(zip(ROW_ORDERS, orders, strict=True))[name]
+def build_order(name: str, latency: LatencyModel) -> RowOrder | None:
+    """A row order by name; None for any other policy, under which all rows decode."""
+    orders = (fcfs, stta(latency), separate_pipelines)
+    return dict(zip(ROW_ORDERS, orders, strict=True)).get(name)

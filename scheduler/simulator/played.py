@@ -17,7 +17,7 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
-from adaserve.scheduler.simulator.order import RowOrder, everyone
+from adaserve.scheduler.simulator.order import RowOrder
 from adaserve.scheduler.simulator.replica import Replica, ReplicaConfig
 from adaserve.scheduler.simulator.trees import TreeSampler
 from adaserve.scheduler.simulator.workload import SimRequest
@@ -44,7 +44,7 @@ class PlayedReplica(Replica):
         config: ReplicaConfig,
         sampler: TreeSampler,
         rng: np.random.Generator,
-        order: RowOrder = everyone,
+        order: RowOrder | None,
     ) -> None:
         super().__init__(config, rng, drafts=policy.name != "none")
         self.policy, self.sampler, self._order = policy, sampler, order
@@ -63,7 +63,7 @@ class PlayedReplica(Replica):
         return super()._drafts_for_next() and not skips
 
     def _decode(self, prefill_tokens: int) -> None:
-        at = self._order(self.rows, self.now_s)
+        at = None if self._order is None else self._order(self.rows, self.now_s)
         running = self.rows.batch(at, prefill_tokens)
         plan = self.policy.plan(running, self.now_s)
         pick = slice(None) if at is None else at

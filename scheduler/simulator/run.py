@@ -13,7 +13,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT, ClairvoyantPolicy, RevealingSampler
-from adaserve.scheduler.simulator.order import ROW_ORDERS, build_order
+from adaserve.scheduler.simulator.order import build_order
 from adaserve.scheduler.simulator.played import PlayedReplica
 from adaserve.scheduler.simulator.replica import Replica, ReplicaConfig
 from adaserve.scheduler.simulator.router import build_router
@@ -52,8 +52,8 @@ class SimulationResult:
 
 def build_replica(config: SimulationConfig, index: int = 0) -> PlayedReplica:
     """A replica with its own policy and random streams."""
-    ordered = config.policy in ROW_ORDERS
     latency = config.replica.latency
+    order = build_order(config.policy, latency)
     policy_config = config.policy_config or PolicyConfig(latency=latency)
     policy: Policy
     streams = np.random.default_rng([config.seed, index, 0x51A]).spawn(2)
@@ -61,9 +61,8 @@ def build_replica(config: SimulationConfig, index: int = 0) -> PlayedReplica:
         policy = seer = ClairvoyantPolicy(config.policy, policy_config)
         sampler: TreeSampler = RevealingSampler(config.children, streams[0], seer)
     else:
-        policy = build_policy("none" if ordered else config.policy, policy_config)
+        policy = build_policy(config.policy if order is None else "none", policy_config)
         sampler = TreeSampler(config.children, streams[0])
-    order = build_order(config.policy if ordered else "all", latency)
     return PlayedReplica(policy, config.replica, sampler, streams[1], order)
 
 
