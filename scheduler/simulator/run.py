@@ -66,12 +66,10 @@ def build_replica(config: SimulationConfig, index: int = 0) -> PlayedReplica:
     return PlayedReplica(policy, config.replica, sampler, streams[1], order)
 
 
-def simulate(
-    requests: list[SimRequest], config: SimulationConfig, progress: Callable[[int], None] | None = None
-) -> SimulationResult:
-    """Plays every iteration. ``progress`` gets arrivals so far."""
+def simulate(requests: list[SimRequest], config: SimulationConfig) -> SimulationResult:
+    """Plays every iteration."""
     replicas = [build_replica(config, i) for i in range(config.replicas)]
-    serve(requests, replicas, config, progress)
+    serve(requests, replicas, config)
     return SimulationResult(requests, replicas)
 
 
@@ -81,7 +79,8 @@ def serve(
     config: SimulationConfig,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Discrete events: the earliest of next arrival and next iteration. ``requests`` by arrival."""
+    """Discrete events: the earliest of next arrival and next iteration. ``requests`` by arrival; ``progress``
+    gets how many have arrived so far."""
     route = build_router(config.router)
     busy: SortedList = SortedList()  # clocks and numbers of busy replicas
     horizon = (requests[-1].arrival_s if requests else 0.0) + config.drain_s
