@@ -102,13 +102,8 @@ def _watch(requests: Sequence[SimRequest], config: SimulationConfig) -> _Watched
     )
     made, mean = rows.decoded - before, float(verified.mean())
     context = Context(float((rows.prompt + before + made / 2).sum()), len(rows))
-    alone_s = float(seconds.mean()) - reading_s(config.replica, mean, context)
+    alone_s = float(seconds.mean()) - config.replica.latency.verify.reading.seconds(mean, context)
     return _Watched(len(rows), alone_s, mean, rows.classes, ease(rows.difficulty), made / ITERATIONS)
-
-
-def reading_s(config: ReplicaConfig, tokens: float, context: Context) -> float:
-    """What a verification of ``tokens`` takes to read the contexts."""
-    return config.latency.verify.reading.seconds(tokens, context)
 
 
 def _table(watched: Sequence[_Watched], names: Sequence[str]) -> PaceTable:
@@ -142,7 +137,7 @@ class PacedReplica(Replica):
     """Goes by a ``PaceTable``."""
 
     def __init__(
-        self, pace: PaceTable, config: ReplicaConfig, rng: np.random.Generator, drafts: bool = True
+        self, pace: PaceTable, config: ReplicaConfig, rng: np.random.Generator, drafts: bool
     ) -> None:
         super().__init__(config, rng, drafts)
         self._table = pace
@@ -155,7 +150,7 @@ class PacedReplica(Replica):
         drawn = np.floor(paces + self._rng.random(len(paces))).astype(np.int64)
         new = np.minimum(drawn, left)
         context = Context(float((rows.prompt + rows.decoded).sum()), len(rows))
-        seconds += reading_s(self.config, verified + prefill_tokens, context)
+        seconds += latency.verify.reading.seconds(verified + prefill_tokens, context)
         if prefill_tokens:
             seconds += latency.verify_s(verified + prefill_tokens) - latency.verify_s(verified)
         total = self._noisy(seconds) + self._slowed(self._draft_prefill_s())
