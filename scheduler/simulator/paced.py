@@ -95,15 +95,13 @@ def _watch(requests: Sequence[SimRequest], config: SimulationConfig) -> _Watched
     rows, before, first = replica.rows, replica.rows.decoded.copy(), len(replica.log)
     for _ in range(ITERATIONS):
         replica.step()
-    log = np.array(replica.log[first:])
-    verified, seconds = (
-        log[:, replica.LOG_FIELDS.index("verify")],
-        log[:, replica.LOG_FIELDS.index("seconds")],
-    )
-    made, mean = rows.decoded - before, float(verified.mean())
+    log = replica.log[first:]
+    verified = float(np.mean([i.verify for i in log]))
+    seconds = float(np.mean([i.seconds for i in log]))
+    made = rows.decoded - before
     context = Context(float((rows.prompt + before + made / 2).sum()), len(rows))
-    alone_s = float(seconds.mean()) - config.replica.latency.verify.reading.seconds(mean, context)
-    return _Watched(len(rows), alone_s, mean, rows.classes, ease(rows.difficulty), made / ITERATIONS)
+    alone_s = seconds - config.replica.latency.verify.reading.seconds(verified, context)
+    return _Watched(len(rows), alone_s, verified, rows.classes, ease(rows.difficulty), made / ITERATIONS)
 
 
 def _table(watched: Sequence[_Watched], names: Sequence[str]) -> PaceTable:

@@ -3,6 +3,8 @@ the time."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from adaserve.scheduler.interface import (
@@ -23,20 +25,19 @@ from adaserve.scheduler.simulator.trees import TreeSampler
 from adaserve.scheduler.simulator.workload import SimRequest
 
 
+class Iteration(NamedTuple):
+    """A line of a replica's log."""
+
+    now_s: float  # when it had ended
+    rows: int
+    depth: int  # of the deepest candidate
+    verify: int  # tokens of the verification, roots included
+    prefill: int  # prompt tokens beside them
+    seconds: float
+
+
 class PlayedReplica(Replica):
     """The iteration loop of the engine."""
-
-    LOG_FIELDS = (
-        "now_s",
-        "rows",
-        "depth",
-        "width",
-        "verify",
-        "prefill",
-        "seconds",
-        "draft_s",
-        "new",
-    )
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class PlayedReplica(Replica):
     ) -> None:
         super().__init__(config, rng, drafts=policy.name != "none")
         self.policy, self.sampler, self._order = policy, sampler, order
-        self.log: list[tuple[float, ...]] = []  # LOG_FIELDS of every iteration
+        self.log: list[Iteration] = []
         self.outcomes: list[IterationOutcome] | None = None  # set to [] to record iterations
         self._unobserved: IterationOutcome | None = None
         self._leaving: list[str] = []  # requests of ``_unobserved`` that have ended
@@ -124,11 +125,9 @@ class PlayedReplica(Replica):
         self._unobserved = outcome
         if not self.config.lag:
             self._settle()
-        new, plan, depth = outcome.new_tokens, outcome.plan, int(outcome.trees.depth.max(initial=0))
-        self.log.append(
-            (self.now_s, len(new), depth, plan.draft.width, outcome.selection.verify_tokens,
-             outcome.prefill_tokens, outcome.total_s, outcome.draft_s, int(new.sum()))
-        )  # fmt: skip
+        rows, depth = len(outcome.new_tokens), int(outcome.trees.depth.max(initial=0))
+        tokens = outcome.selection.verify_tokens, outcome.prefill_tokens
+        self.log.append(Iteration(self.now_s, rows, depth, *tokens, outcome.total_s))
 
     def _settle(self) -> None:
         """The policy learns from the last iteration, if that is still to be done."""
@@ -149,5 +148,5 @@ class PlayedReplica(Replica):
 
 def iteration_log(replica: PlayedReplica) -> dict[str, FloatArray]:
     """The replica's log by field name."""
-    table = np.asarray(replica.log, np.float64).reshape(-1, len(PlayedReplica.LOG_FIELDS))
-    return {name: table[:, i] for i, name in enumerate(PlayedReplica.LOG_FIELDS)}
+    table = np.asarray(replica.log, np.float64).reshape(-1, len(Iteration._fields))
+    return dict(zip(Iteration._fields, table.T, strict=True))

@@ -430,7 +430,7 @@ class TestSimulated:
     def error(self, result) -> float:
         """Largest relative error at the sizes that were verified often."""
         replica = result.replicas[0]
-        sizes = np.array([entry[4] + entry[5] for entry in replica.log], np.int64)
+        sizes = np.array([entry.verify + entry.prefill for entry in replica.log], np.int64)
         often = [int(t) for t in np.unique(sizes) if np.count_nonzero(sizes == t) >= 40]
         assert len(often) >= 5
         costs, context = replica.policy.costs, Context(2000.0, 8)

@@ -147,7 +147,7 @@ def test_kv_limit_holds_requests_back_and_refuses_the_impossible():
     result = simulate(crowd, config("none", kv_tokens=2500))
     assert crowd[3].shed and not crowd[3].finished
     assert all(r.finished for r in crowd if r is not crowd[3])
-    peak = max(entry[1] for entry in result.replicas[0].log)
+    peak = max(entry.rows for entry in result.replicas[0].log)
     assert peak < 11
 
 
@@ -203,7 +203,7 @@ def test_a_policy_that_knows_the_truth_may_draft_nothing(name):
     )
     requests = make_requests(synthetic_trace(30, 4.0, 0, MIX), SLOConfig(), 0.03, TextModel(), 0)
     result = simulate(requests, config)
-    depths = [row[2] for row in result.replicas[0].log]
+    depths = [entry.depth for entry in result.replicas[0].log]
     assert 0 in depths and max(depths) > 0 and all(r.finished for r in requests)
 
 
@@ -237,7 +237,7 @@ def test_streaming_costs_time_per_request():
         for row_s in (0.0, 0.01):
             config = SimulationConfig(ReplicaConfig(LATENCY, noise=0.0, row_overhead_s=row_s), "none")
             log = simulate([replace(r) for r in mine], config).replicas[0].log
-            seconds.append(next(row[6] for row in log if row[1] == len(mine)))
+            seconds.append(next(entry.seconds for entry in log if entry.rows == len(mine)))
         added.append(seconds[1] - seconds[0])
     assert added == pytest.approx([0.04, 0.08])
 
