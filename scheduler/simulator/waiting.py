@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import chain, count
+from itertools import count
 
 import numpy as np
 from sortedcontainers import SortedList
@@ -26,9 +25,6 @@ class WaitingPrompts:
 
     def __len__(self) -> int:
         return len(self._started) + len(self._queued)
-
-    def __iter__(self) -> Iterator[SimRequest]:
-        return chain(self._started, self._queued)
 
     @property
     def started(self) -> int:
