@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -33,31 +33,37 @@ class ChildSource(Protocol):
 
 MEANS, QUANTILES = 100, 1024
 
+CONCENTRATION = 1.6
+"""a + b of the distribution of the best child: the less, the more of them are sure or hopeless."""
 
-@lru_cache(maxsize=16)
-def _best_table(concentration: float) -> FloatArray:
+SIBLING_SHARE = 0.55
+"""Of what the likelier children leave, that the next one claims."""
+
+
+@cache
+def _best_table() -> FloatArray:
     """Quantiles of Beta distributions by mean, [100 * 1024]: drawing from a table is far cheaper."""
     means = (np.arange(MEANS) + 0.5) / MEANS
     quantiles = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    a, b = concentration * means[:, None], concentration * (1 - means[:, None])
+    a, b = CONCENTRATION * means[:, None], CONCENTRATION * (1 - means[:, None])
     table: FloatArray = np.clip(beta.ppf(quantiles[None, :], a, b), 0.05, 0.999)
     return table.ravel()
 
 
-@lru_cache(maxsize=16)
-def _sibling_table(concentration: float, share: float, count: int) -> FloatArray:
+@cache
+def _sibling_table(count: int) -> FloatArray:
     """Claimed q of the ``count`` best children for every entry of the first table, [100 * 1024, count]."""
-    best = _best_table(concentration)[:, None]
-    shares = share * (1 - share) ** np.arange(count - 1)
+    best = _best_table()[:, None]
+    shares = SIBLING_SHARE * (1 - SIBLING_SHARE) ** np.arange(count - 1)
     rest = np.minimum((1 - best) * shares, best * 0.98 ** np.arange(1, count))
     table: FloatArray = np.concatenate([best, rest], axis=1)
     return table
 
 
-@lru_cache(maxsize=16)
-def _odds_table(concentration: float, miscalibration: float) -> FloatArray:
+@cache
+def _odds_table(miscalibration: float) -> FloatArray:
     """Odds that the best child is accepted, before the request's bias, for every entry; [100 * 1024]."""
-    best = _best_table(concentration)
+    best = _best_table()
     odds: FloatArray = (best / (1 - best)) ** (1 - miscalibration)
     return odds
 
@@ -71,8 +77,6 @@ class SyntheticChildren:
     """
 
     miscalibration: float = 0.15
-    concentration: float = 1.6
-    sibling_share: float = 0.55
 
     def children(
         self, rng: np.random.Generator, difficulty: FloatArray, bias: FloatArray, beams: int, count: int
@@ -80,8 +84,8 @@ class SyntheticChildren:
         """See ChildSource."""
         cell = np.minimum((difficulty * MEANS).astype(np.int64), MEANS - 1) * QUANTILES
         drawn = cell[:, None] + rng.integers(0, QUANTILES, (len(difficulty), beams))
-        q = _sibling_table(self.concentration, self.sibling_share, count).take(drawn, axis=0)
-        odds = _odds_table(self.concentration, self.miscalibration).take(drawn) * np.exp(bias)[:, None]
+        q = _sibling_table(count).take(drawn, axis=0)
+        odds = _odds_table(self.miscalibration).take(drawn) * np.exp(bias)[:, None]
         p = q / ((1 + odds) * (1 - q[:, :, 0]))[:, :, None]  # siblings share what the best one leaves
         p[:, :, 0] = odds / (1 + odds)
         return q, p
