@@ -17,6 +17,7 @@ from adaserve.scheduler.interface import (
     FloatArray,
     IntArray,
 )
+from adaserve.scheduler.simulator.workload import TextModel, drawn_difficulty
 
 KeepDrafting = Callable[[int, FloatArray], bool]
 
@@ -38,6 +39,9 @@ CONCENTRATION = 1.6
 
 SIBLING_SHARE = 0.55
 """Of what the likelier children leave, that the next one claims."""
+
+DRAWS = 4000
+"""Requests over which the acceptance of chains is averaged."""
 
 
 @cache
@@ -91,16 +95,12 @@ class SyntheticChildren:
         return q, p
 
 
-def acceptance_of_chains(
-    source: ChildSource, spread: float, bias_spread: float, mean: float, length: int, draws: int = 4000
-) -> float:
-    """Tokens per verification of chains of ``length``, bonus included, over requests around ``mean``.
-
-    ``spread``, ``bias_spread``: as in ``TextModel``."""
+def acceptance_of_chains(source: ChildSource, text: TextModel, length: int) -> float:
+    """Tokens per verification of chains of ``length``, bonus included, over requests of a class that ``text``
+    does not name."""
     rng = np.random.default_rng(0)
-    logits, bias = rng.normal(0, spread, draws), rng.normal(0, bias_spread, draws)
-    difficulty = 1 / (1 + (1 / mean - 1) * np.exp(-logits))
-    reach, tokens = np.ones(draws), np.ones(draws)
+    difficulty, bias = drawn_difficulty(text, [""] * DRAWS, rng)
+    reach, tokens = np.ones(DRAWS), np.ones(DRAWS)
     for _ in range(length):
         _, p = source.children(rng, difficulty, bias, 1, 2)
         reach = reach * p[:, 0, 0]

@@ -85,16 +85,12 @@ def make_requests(
 
 def drawn_difficulty(
     text: TextModel, classes: Sequence[str], rng: np.random.Generator
-) -> tuple[list[float], list[float]]:
-    """``difficulty`` and ``bias`` of a SimRequest of each class."""
+) -> tuple[FloatArray, FloatArray]:
+    """``difficulty`` and ``bias`` of a SimRequest of each class, [n]."""
     logits = rng.normal(0, text.spread, len(classes))
     bias = rng.normal(0, text.bias_spread, len(classes))
-    means = (text.mean.get(name, text.other) for name in classes)
-    return [_shift(mean, logit) for mean, logit in zip(means, logits, strict=True)], bias.tolist()
-
-
-def _shift(p: float, logit: float) -> float:
-    return float(1 / (1 + (1 / p - 1) * np.exp(-logit)))
+    means = np.array([text.mean.get(name, text.other) for name in classes])
+    return 1 / (1 + (1 / means - 1) * np.exp(-logits)), bias
 
 
 def synthetic_trace(n: int, rate_rps: float, seed: int, mix: dict[str, float], burst: float = 1.0) -> Trace:

@@ -188,10 +188,11 @@ def _scaled(cost: StepCost, factor: float) -> TableCost:
 
 def _fit(chains: Sequence[tuple[int, float]]) -> float:
     """The mean whose simulated tokens per verification are nearest; ``chains``: (length, tokens)."""
-    children, text = SyntheticChildren(), TextModel()
+    children = SyntheticChildren()
 
     def off(mean: float) -> float:
-        made = (acceptance_of_chains(children, text.spread, text.bias_spread, mean, k) for k, _ in chains)
+        text = TextModel(other=mean)
+        made = (acceptance_of_chains(children, text, k) for k, _ in chains)
         return float(sum((m - told) ** 2 for m, (_, told) in zip(made, chains, strict=True)))
 
     return min((round(0.01 * k, 2) for k in range(30, 95)), key=off)

@@ -142,8 +142,7 @@ def test_acceptance_is_that_of_the_chains(tmp_path: Path) -> None:
     """The records say 1.8 tokens per verification of chain-2."""
     means = fitted_means(Results(served(tmp_path)))
     assert set(means) == set(SLO_MS) and len(set(means.values())) == 1
-    text = TextModel()
-    made = acceptance_of_chains(SyntheticChildren(), text.spread, text.bias_spread, means["chat"], 2)
+    made = acceptance_of_chains(SyntheticChildren(), TextModel(other=means["chat"]), 2)
     assert made == pytest.approx(1.8, abs=0.02)
 
 
