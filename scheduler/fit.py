@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls
@@ -18,9 +17,9 @@ from adaserve.scheduler.latency import (
     TableCost,
     forward_s,
 )
-from adaserve.scheduler.profile import Profile, load_profile
+from adaserve.scheduler.profile import Profile
 
-SHARPNESS_GRID = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
+SHARPNESS_GRID = (1.5, 2.0, 3.0, 4.0, 8.0)  # and 1, the line
 LEAST_ALONE = 0.1
 """Of a forward's time that is never put down to its cached tokens."""
 
@@ -92,7 +91,7 @@ def fit_roofline(points: FloatArray) -> ForwardCost:
     """fixed + soft-max of weights and compute: alternates a linear solve with the local gradients."""
     best = fit_linear(points)
     best_error = _errors(best, points).mean()
-    for sharpness in SHARPNESS_GRID[1:]:
+    for sharpness in SHARPNESS_GRID:
         cost = _fit_at_sharpness(points, sharpness)
         error = _errors(cost, points).mean()
         if error < best_error:
@@ -168,8 +167,3 @@ def fit_latency(profile: Profile) -> LatencyFit:
     return LatencyFit(
         LatencyModel(costs["draft"], costs["verify"], profile.overhead_s, source), chosen, errors
     )
-
-
-def load_latency(path: Path) -> LatencyModel:
-    """The latency model of a profile file: the best fit of its points. Raises ProfileError."""
-    return fit_latency(load_profile(path)).model

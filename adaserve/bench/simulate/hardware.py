@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaserve.scheduler.fit import load_latency
+from adaserve.scheduler.fit import fit_latency
 from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.profile import load_profile
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 
 PROFILED_CACHE = 200_000
@@ -24,7 +25,9 @@ class Hardware:
 
     def latency(self) -> LatencyModel:
         """Raises ValueError on an unknown model or GPU, ProfileError."""
-        return load_latency(self.profile) if self.profile else hardware_latency(self.model, self.gpu, self.tp)
+        if self.profile is None:
+            return hardware_latency(self.model, self.gpu, self.tp)
+        return fit_latency(load_profile(self.profile)).model
 
     def kv_tokens(self) -> int:
         """Tokens of KV cache. Raises ValueError."""
