@@ -48,7 +48,7 @@ PATIENCE_S = 600.0
 """When all forwards have been slow for this many seconds, the host is not busy: it has become slower."""
 
 LEARN_EVERY = 8
-"""The table is worked out again after this many times."""
+"""What was learned is worked out again after this many times."""
 
 
 class LowQuantiles:

@@ -41,7 +41,7 @@ class LearnedForward:
 
     def quiet_s(self, tokens: int, context: Context) -> float:
         """Seconds of one forward on a quiet host."""
-        return self.sizes.quiet_s(tokens) + self.reading.seconds(tokens, context)
+        return self.sizes.quiet_s(tokens) + self.reading.cost.seconds(tokens, context)
 
     def quiet_curve(self, first: int, count: int, context: Context) -> FloatArray:
         """Of forwards of first, first + 1, ... tokens, [count]."""
@@ -53,7 +53,7 @@ class LearnedForward:
         """A forward that was served; nonsense (not finite, not positive) is ignored."""
         if not (math.isfinite(seconds) and seconds > 0):
             return
-        alone_s, reading_s = self.sizes.quiet_s(tokens), self.reading.seconds(tokens, context)
+        alone_s, reading_s = self.sizes.quiet_s(tokens), self.reading.cost.seconds(tokens, context)
         little = reading_s < LITTLE * alone_s
         if little or math.log(self.sizes.slowdown) > MUCH:  # is the host still busy?
             self.sizes.judge(tokens, seconds, reading_s)

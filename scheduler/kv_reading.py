@@ -9,11 +9,9 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import nnls
 
+from adaserve.scheduler.cost_table import LEARN_EVERY
 from adaserve.scheduler.interface import Context, FloatArray
 from adaserve.scheduler.latency import ReadingCost
-
-LEARN_EVERY = 8
-"""The coefficients are worked out again after this many forwards."""
 
 AS_LONG = 1e5
 """Cached tokens that roughly take as long as one token's forward, for guesses that say nothing."""
@@ -74,13 +72,9 @@ class LearnedReading:
         values = NOISE * np.array([0.0, *(c / s for c, s in zip(guess, self._scales, strict=True))])
         self._fit = FadingFit(prior, values, self.KEPT)
 
-    def seconds(self, tokens: float, context: Context) -> float:
-        """Of a forward of ``tokens``."""
-        return self.cost.seconds(tokens, context)
-
     def observe(self, tokens: float, context: Context, seconds: float, alone_s: float) -> None:
         """A forward took ``seconds``, and would take ``alone_s`` with nothing in the KV cache."""
-        unit = max(seconds, alone_s + self.seconds(tokens, context))
+        unit = max(seconds, alone_s + self.cost.seconds(tokens, context))
         read = context.tokens * self._scales[0], tokens * context.each * self._scales[1]
         self._fit.add((1.0, read[0] / unit, read[1] / unit), (seconds - alone_s) / unit)
         if len(self._fit) >= LEARN_EVERY:
