@@ -145,9 +145,9 @@ class LearnedCosts(Latency):
     def __init__(self, start: LatencyModel, learn: bool = True) -> None:
         """``learn`` False: take the start as it is."""
         self._start, self._learn = start, learn
-        self.verify = LearnedForward(start.verify, _known(start.verify))
+        self.verify = LearnedForward(start.verify, known_sizes(start.verify))
         self.first = FirstStep(_likely_first(start), start.draft.reading)
-        self.step = CostTable(start.draft.alone, _known(start.draft))
+        self.step = CostTable(start.draft.alone, known_sizes(start.draft))
         self._guess = CostTable(start.draft.alone)  # never taught: the first guess
         self._select_wait = LatestLow(0.0)
         self._other = LatestLow(start.overhead_s)
@@ -260,5 +260,6 @@ def _points(cost: StepCost) -> Sequence[float]:
     return (1.0, *cost.tokens) if isinstance(cost, TableCost) else (1.0, 8.0, 64.0, 256.0, 1024.0, 4096.0)
 
 
-def _known(cost: StepCost) -> Sequence[float]:
+def known_sizes(cost: StepCost) -> Sequence[float]:
+    """Sizes of which a cost was learned by serving, not in a short measurement."""
     return cost.known if isinstance(cost, TableCost) else ()

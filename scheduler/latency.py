@@ -242,11 +242,6 @@ class LatencyModel(Latency):
     def other_s(self) -> float:
         return self.overhead_s
 
-    @property
-    def learned(self) -> bool:
-        """By serving on this host, not in a short measurement."""
-        return isinstance(self.verify, TableCost) and bool(self.verify.known)
-
     def baseline_s(self) -> float:
         """Unloaded seconds per output token: one request, no speculation."""
         return self.verify_s(1.0) + self.overhead_s

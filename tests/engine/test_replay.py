@@ -11,6 +11,7 @@ import pytest
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.cpu.device import LEAST_GAIN
+from adaserve.scheduler.costs import known_sizes
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.scheduler.replay import read_recording, replay
@@ -49,7 +50,8 @@ def recorded(
         for again in range(2):  # one batch that shows where answers stop, and one that is told
             run_jobs(server, [Job((7 + again, 9 + k), stops) for k in range(48)])
         latency = LatencyModel.from_json(state["latency"])
-        assert LatencyModel.from_json(state["latency_learned"]).learned and not latency.learned
+        assert known_sizes(LatencyModel.from_json(state["latency_learned"]).verify)
+        assert not known_sizes(latency.verify)
         server.assert_idle_and_clean()
     # As the worker builds it, which stops drafting where the frontier says so; but priced in Python.
     settings = AdaServeConfig(**LIMITS).for_policies(latency=latency, early_stop=True, least_gain=LEAST_GAIN)
