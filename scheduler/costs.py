@@ -34,9 +34,8 @@ and whether the host is busy. Above, it teaches what reading takes."""
 class LearnedForward:
     """One kind of forward: what it takes by size, and what it takes to read the KV cache."""
 
-    def __init__(self, guess: StepCost, known: Sequence[float]) -> None:
-        """``known``: sizes of which ``guess`` was learned on this host."""
-        self.sizes = CostTable(guess.alone, known)
+    def __init__(self, guess: StepCost) -> None:
+        self.sizes = CostTable(guess.alone, known_sizes(guess))
         self.reading = LearnedReading(guess.reading, self.sizes.quiet_s(1))
 
     def quiet_s(self, tokens: int, context: Context) -> float:
@@ -145,7 +144,7 @@ class LearnedCosts(Latency):
     def __init__(self, start: LatencyModel, learn: bool = True) -> None:
         """``learn`` False: take the start as it is."""
         self._start, self._learn = start, learn
-        self.verify = LearnedForward(start.verify, known_sizes(start.verify))
+        self.verify = LearnedForward(start.verify)
         self.first = FirstStep(_likely_first(start), start.draft.reading)
         self.step = CostTable(start.draft.alone, known_sizes(start.draft))
         self._guess = CostTable(start.draft.alone)  # never taught: the first guess

@@ -172,7 +172,7 @@ class TestTable:
     @settings(max_examples=50)
     @given(st.lists(st.tuples(st.integers(0, 6000), st.floats(0, 1e6), st.floats(-1, 100)), max_size=60))
     def test_whatever_comes_costs_stay_finite_and_positive(self, seen):
-        forward = LearnedForward(STEPPED, ())
+        forward = LearnedForward(STEPPED)
         for size, context, seconds in [*seen, (4, 100.0, math.nan), (4, 100.0, math.inf)]:
             forward.observe(size, Context(context, 2), seconds)
         curve = forward.quiet_curve(0, 5000, Context(500.0, 2))
@@ -209,7 +209,7 @@ class TestReading:
     @pytest.mark.parametrize("guess", [(2e-7, 5e-8), (2e-7, 0.0), (0.0, 2e-7), (2e-6, 5e-7), (2e-8, 0.0)])
     def test_what_cached_tokens_cost_is_learned(self, guess):
         """Both that requests have them and that many tokens attend to them, from any guess."""
-        forward = LearnedForward(ForwardCost(0.01, 0.0, 1e-4, *guess), ())
+        forward = LearnedForward(ForwardCost(0.01, 0.0, 1e-4, *guess))
         serve(forward, [256, 2048, 8192, 32768], 800)
         assert forward.sizes.slowdown == pytest.approx(1.0, abs=0.15), "the guess was wrong, nobody is busy"
         for length in (256, 8192, 32768):
@@ -217,19 +217,19 @@ class TestReading:
 
     def test_long_contexts_after_short_ones_are_no_busy_host(self):
         """They take ten times what was guessed, and are believed at once."""
-        forward = LearnedForward(replace(TRUTH, per_context_s=2e-8, per_pair_s=5e-9), ())
+        forward = LearnedForward(replace(TRUTH, per_context_s=2e-8, per_pair_s=5e-9))
         serve(forward, [256, 1024], 300)
         serve(forward, [32768], 60)
         assert forward.sizes.slowdown == pytest.approx(1.0, abs=0.1)
         assert off(forward, 32768) < 0.2
 
     def test_short_contexts_say_little_of_long_ones(self):
-        forward = LearnedForward(TRUTH, ())
+        forward = LearnedForward(TRUTH)
         serve(forward, [64, 512], 1000)
         assert off(forward, 8192) < 0.25
 
     def test_a_busy_host_teaches_nothing_about_reading(self):
-        forward = LearnedForward(TRUTH, ())
+        forward = LearnedForward(TRUTH)
         serve(forward, [1024, 16384], 400)
         slow = ForwardCost(*(5 * c for c in (0.01, 0.0, 1e-4, 2e-7, 5e-8)))
         serve(forward, [1024, 16384], 200, slow)
@@ -238,7 +238,7 @@ class TestReading:
 
     def test_a_host_that_was_busy_is_not_for_ever_where_long_contexts_come_in_other_sizes(self):
         """Their time teaches what reading takes, and no size that could say how busy the host is."""
-        forward = LearnedForward(TRUTH, ())
+        forward = LearnedForward(TRUTH)
         serve(forward, [256], 300)
         serve(forward, [256], 100, ForwardCost(*(4 * c for c in (0.01, 0.0, 1e-4, 2e-7, 5e-8))))
         assert forward.sizes.slowdown > 3
@@ -254,7 +254,7 @@ class TestReading:
         model = costs.learned()
         assert model is not None
         again = LatencyModel.from_json(json.loads(json.dumps(model.to_json())))
-        assert off(LearnedForward(again.verify, ()), 16384) < 0.15
+        assert off(LearnedForward(again.verify), 16384) < 0.15
 
 
 def test_first_step_and_later_steps_are_told_apart():
