@@ -109,8 +109,8 @@ class AcceptanceRate:
 
     DECAY = 0.98  # per ``observe``
 
-    def __init__(self, start: float = 0.7) -> None:
-        self._passed, self._tried = 4.0 * start, 4.0
+    def __init__(self) -> None:
+        self._passed, self._tried = 4.0 * 0.7, 4.0
 
     def observe(self, tried: IntArray, passed: IntArray) -> None:
         """Adds the levels of one iteration or of several, [n] or more."""

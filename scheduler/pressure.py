@@ -30,9 +30,9 @@ class Stakes:
     iterations: FloatArray  # until it comes
     cycle_s: FloatArray  # [k + 1], of an iteration with 0, 1, ..., k more requests
 
-    def headroom(self, joining: int, reading_s: float, spared: int = 0) -> float:
-        """If ``joining`` more requests run, as ``scheduler/gate.py`` has it."""
-        return headroom(self.left_s, self.iterations, self.cycle_s, joining, reading_s, spared)
+    def headroom(self, joining: int, reading_s: float) -> float:
+        """If ``joining`` more requests run, as ``scheduler/gate.py`` has it for the tightest one."""
+        return headroom(self.left_s, self.iterations, self.cycle_s, joining, reading_s, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +191,12 @@ def stakes_of(
     return Stakes(left_s[at_stake], iterations[at_stake], cycle_s)
 
 
-def stall_slack(
-    running: RunningBatch,
-    now_s: float,
-    pace: FloatArray,
-    period_s: float,
-    horizon_tokens: int = HORIZON_TOKENS,
-) -> FloatArray:
+def stall_slack(running: RunningBatch, now_s: float, pace: FloatArray, period_s: float) -> FloatArray:
     """How long each request could stand still and still meet its TPOT SLO, seconds, [n].
 
     With o tokens decoded and L to come at ``pace`` [n] tokens per iteration of ``period_s``, the last one
     comes at now + L period / pace and is due at decode start + SLO (o + L); slack is the difference, at most
-    ``horizon_tokens`` ahead. 0 for a request that is late but can still make it by its end, inf for one that
+    ``HORIZON_TOKENS`` ahead. 0 for a request that is late but can still make it by its end, inf for one that
     can no longer meet its SLO or has none: sparing it gains nothing.
     """
     token_s = period_s / np.maximum(pace, 1e-6)
@@ -210,7 +204,7 @@ def stall_slack(
     ahead_s = running.decode_start_s + slo * running.decoded_tokens - now_s
     left = running.tokens_ahead.astype(np.float64)
     at_end = ahead_s + left * (slo - token_s)
-    near = ahead_s + np.minimum(left, float(horizon_tokens)) * (slo - token_s)
+    near = ahead_s + np.minimum(left, HORIZON_TOKENS) * (slo - token_s)
     lost = (at_end < 0) & (near < 0)
     slack: FloatArray = np.where(lost | ~np.isfinite(running.tpot_slo_s), np.inf, np.maximum(near, 0.0))
     return slack

@@ -67,9 +67,9 @@ def tokens(slack, config=CONFIG, queue=None, now_s=0.0, **rest):
 # -- slack of a running request -------------------------------------------------------------
 
 
-def slack_of(now_s=1.0, pace=2.0, horizon=32, **fields):
+def slack_of(now_s=1.0, pace=2.0, **fields):
     batch = running(1, **fields)
-    return float(stall_slack(batch, now_s, np.array([pace]), PERIOD_S, horizon)[0])
+    return float(stall_slack(batch, now_s, np.array([pace]), PERIOD_S)[0])
 
 
 def test_slack_by_hand():
