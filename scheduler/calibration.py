@@ -179,22 +179,15 @@ class Calibrator:
         flat[2] += np.bincount(cell, minlength=size)
         self._refresh()
 
-    def reliability(self) -> dict[str, list[tuple[float, float, float]]]:
-        """Reliability curve per class, of drafted candidates: (mean claimed q, observed acceptance, tests) of
-        non-empty bins. Classes of which no candidate was tested have none."""
-        curves: dict[str, list[tuple[float, float, float]]] = {}
-        accepted, claimed, tests = self._sums
+    def reliability(self) -> dict[str, FloatArray]:
+        """Reliability curve per class, of drafted candidates, [bins, 3]: mean claimed q, observed acceptance,
+        tests; bins that are not empty. Classes of which no candidate was tested have none."""
+        curves: dict[str, FloatArray] = {}
         for name, i in self._numbers.number.items():
-            if i < tests.shape[0] and tests[i, :N_BINS].any():
-                curves[name] = [
-                    (
-                        float(claimed[i, b] / tests[i, b]),
-                        float(accepted[i, b] / tests[i, b]),
-                        float(tests[i, b]),
-                    )
-                    for b in range(N_BINS)
-                    if tests[i, b] > 0
-                ]
+            sums = self._sums[:, i, :N_BINS]
+            accepted, claimed, tests = sums[:, sums[2] > 0]
+            if tests.size:
+                curves[name] = np.stack([claimed / tests, accepted / tests, tests], axis=1)
         return curves
 
     def forget(self, rid: str) -> None:
