@@ -16,9 +16,8 @@ class FixedPolicy(BasePolicy):
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """Always the same."""
-        chain = all(children == 1 for children in self._branching)
-        width = 1 if chain else max(self._branching)
-        return Shape(Draft(len(self._branching), width, None if chain else self._branching))
+        width = max(self._branching, default=1)
+        return Shape(Draft(len(self._branching), width, self._branching if width > 1 else None))
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
         """As it does anyway."""
