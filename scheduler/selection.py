@@ -146,13 +146,14 @@ def _slo_counts(
 
 
 def best_counts(ranked: Ranked, first: IntArray, budget: int) -> IntArray:
-    """Throughput phase (Algorithm 2 lines 18-23): ``first`` [n] plus the ``budget`` best leftovers anywhere.
+    """Throughput phase (Algorithm 2 lines 18-23): ``first`` [n] of what is available, and the ``budget``
+    best leftovers anywhere.
 
     Returns kept nodes per row, [n].
     """
     leftovers = _leftovers(ranked.value, ranked.available, first)
-    if len(leftovers) <= max(0, budget):
-        return np.maximum(ranked.available, first)
+    if len(leftovers) <= budget:
+        return ranked.available
     if budget <= 0:
         return first
     place = len(leftovers) - budget
@@ -163,7 +164,7 @@ def best_counts(ranked: Ranked, first: IntArray, budget: int) -> IntArray:
 
 @compiled(FLOAT_TABLE, INTS, INTS)
 def _leftovers(value: FloatArray, available: IntArray, first: IntArray) -> FloatArray:
-    leftovers, at = np.empty(max(0, (available - first).sum())), 0
+    leftovers, at = np.empty((available - first).sum()), 0
     for r in range(len(first)):
         for place in range(first[r], available[r]):
             leftovers[at] = value[r, place]
