@@ -16,7 +16,7 @@ from adaserve.scheduler.interface import (
     IterationOutcome,
 )
 from adaserve.scheduler.selection import and_root
-from adaserve.scheduler.tables import ClassNumbers, RequestTable
+from adaserve.scheduler.tables import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,7 @@ class AcceptanceRates:
 
     def __init__(self) -> None:
         self._all = AcceptanceRate()
-        self._numbers = ClassNumbers()
-        self._classes: FloatArray = np.zeros((0, 2))  # passed, tried
-        self._requests = RequestTable(2)
+        self._classes, self._requests = Table(2), Table(2)  # passed, tried
 
     def observe(self, rids: Iterable[str], classes: Iterable[str], tried: IntArray, passed: IntArray) -> None:
         """Adds one iteration; rows without tested nodes are skipped."""
@@ -143,7 +141,7 @@ class AcceptanceRates:
         if not trying:
             return
         self._all.observe(tried, passed)
-        rows, number = self._requests.rows(rids), self._numbers.of(classes)
+        rows, number = self._requests.rows(rids), self._classes.rows(classes)
         if trying < len(tried):
             some = np.flatnonzero(tried)
             rows, number, tried, passed = rows[some], number[some], tried[some], passed[some]
@@ -152,29 +150,17 @@ class AcceptanceRates:
         mine[:, 0] += passed
         mine[:, 1] += tried
         self._requests.values[rows] = mine
-        self._add_classes(number, tried, passed)
-
-    def _add_classes(self, number: IntArray, tried: IntArray, passed: IntArray) -> None:
-        count = len(self._numbers)
-        if len(self._classes) < count:
-            self._classes = np.concatenate([self._classes, np.zeros((count - len(self._classes), 2))])
-        seen = np.bincount(number, tried, count)
-        self._classes[seen > 0] *= self.CLASS_DECAY
-        self._classes[:, 0] += np.bincount(number, passed, count)
-        self._classes[:, 1] += seen
-
-    def of_class(self, slo_class: str) -> float:
-        """Class rate, shrunk towards the global one."""
-        number = self._numbers.number.get(slo_class, len(self._classes))
-        passed, tried = self._classes[number] if number < len(self._classes) else (0.0, 0.0)
-        return float((passed + self.CLASS_PRIOR * self._all.value) / (tried + self.CLASS_PRIOR))
+        sums = self._classes.values
+        seen = np.bincount(number, tried, len(sums))
+        sums[seen > 0] *= self.CLASS_DECAY
+        sums[:, 0] += np.bincount(number, passed, len(sums))
+        sums[:, 1] += seen
 
     def of_rows(self, rids: Iterable[str], classes: Iterable[str]) -> FloatArray:
         """Rates per row, [n], within [0.01, 0.99]."""
-        number = self._numbers.of(classes)
-        rate = np.array([self.of_class(name) for name in self._numbers.number])
-        mine = self._requests.of(rids)
-        out = mine[:, 0] + self.REQUEST_PRIOR * rate[number]
+        group, mine = self._classes.of(classes), self._requests.of(rids)
+        rate = (group[:, 0] + self.CLASS_PRIOR * self._all.value) / (group[:, 1] + self.CLASS_PRIOR)
+        out = mine[:, 0] + self.REQUEST_PRIOR * rate
         out /= mine[:, 1] + self.REQUEST_PRIOR
         return np.minimum(np.maximum(out, 0.01), 0.99)
 

@@ -9,7 +9,7 @@ import numpy as np
 from adaserve.scheduler.compiled import FLOAT_TABLE, FLOATS, INTS, compiled
 from adaserve.scheduler.interface import DRAFTED, BoolArray, CandidateTrees, FloatArray, IntArray
 from adaserve.scheduler.selection import and_root
-from adaserve.scheduler.tables import ClassNumbers, RequestTable
+from adaserve.scheduler.tables import Numbers, Table
 
 N_BINS = 20  # equal bins of the claimed q: finding a bin is one multiplication
 MIDDLE = (np.arange(N_BINS) + 0.5) / N_BINS
@@ -86,10 +86,10 @@ class Calibrator:
     HALF_LIFE_TESTS = 4000.0
 
     def __init__(self) -> None:
-        self._numbers = ClassNumbers()
+        self._numbers = Numbers()
         self._sums: FloatArray = np.zeros((3, 0, GROUPS * N_BINS))  # accepted, claimed, tests
         self._factors: FloatArray = np.zeros((0, GROUPS * _PLACES))
-        self._requests = RequestTable(2)  # accepted, expected
+        self._requests = Table(2)  # accepted, expected
         self._batch: tuple[Sequence[str], FloatArray] | None = None  # rids and their factors
         self._passed = 0  # iterations without candidates since the last tests
 
@@ -183,7 +183,7 @@ class Calibrator:
         """Reliability curve per class, of drafted candidates, [bins, 3]: mean claimed q, observed acceptance,
         tests; bins that are not empty. Classes of which no candidate was tested have none."""
         curves: dict[str, FloatArray] = {}
-        for name, i in self._numbers.number.items():
+        for name, i in self._numbers.of_name.items():
             sums = self._sums[:, i, :N_BINS]
             accepted, claimed, tests = sums[:, sums[2] > 0]
             if tests.size:

@@ -25,7 +25,7 @@ from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.pricing import Priced, price_nodes, tried, uncovered
 from adaserve.scheduler.regimes import Regime, Regimes
 from adaserve.scheduler.selection import never_rising, path_probability, within_cap
-from adaserve.scheduler.tables import RequestTable
+from adaserve.scheduler.tables import Table
 from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
@@ -69,7 +69,7 @@ class PricedPolicy(BasePolicy):
         self._bought: dict[int, tuple[FloatArray, Priced]] = {}  # f, by iteration, until observed
         self._prepared: tuple[IterationPlan, FloatArray] | None = None  # its seconds by verified nodes
         self._weighed: tuple[str, ...] = ()
-        self._potential = RequestTable(1)  # moving average of 1 + sum f on the best chain; 0 = not known
+        self._potential = Table(1)  # moving average of 1 + sum f on the best chain; 0 = not known
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
