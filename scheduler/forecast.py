@@ -9,8 +9,8 @@ how iterations grow, with the shape of the trees that are usual at the nearest o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ NEWEST = 0.05
 """Weight of the newest iteration: the last two dozen count."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Usual:
+class _Usual(NamedTuple):
     """Means over recent iterations of one batch size, up to a factor of two."""
 
     n: float
@@ -48,7 +47,7 @@ class Outlook:
 
     def __init__(self, latency: Latency) -> None:
         self._latency = latency
-        self._means: dict[int, tuple[float, ...]] = {}  # the fields of _Usual, by the bits of the batch size
+        self._means: dict[int, _Usual] = {}  # by the bits of the batch size
         self._paces: dict[tuple[int, str], float] = {}  # the same for each class
 
     def observe(self, outcome: IterationOutcome) -> None:
@@ -64,9 +63,9 @@ class Outlook:
         # Plain numbers: for so few of them arrays are slower, and this runs in every iteration.
         quiet_s = outcome.cycle_s / self._latency.slowdown
         mean = sum(new for _, new in speculating) / len(speculating)
-        seen = (n, quiet_s, mean, verified, steps, outcome.plan.draft.width, context)
+        seen = _Usual(n, quiet_s, mean, verified, steps, outcome.plan.draft.width, context)
         known = self._means.get(size, seen)
-        self._means[size] = tuple(blend(k, s, NEWEST) for k, s in zip(known, seen, strict=True))
+        self._means[size] = _Usual(*(blend(k, s, NEWEST) for k, s in zip(known, seen, strict=True)))
         emitted: dict[str, list[int]] = {}
         for name, new in speculating:
             emitted.setdefault(name, []).append(new)
@@ -76,9 +75,10 @@ class Outlook:
 
     def cycle_s(self, n: int) -> float:
         """Seconds per iteration while ``n`` requests decode."""
-        usual = self._usual(n)
-        if usual is None:
+        size = self._size(n)
+        if size is None:
             return self._latency.iteration_s(max(1, n), 0, 1, max(1, n))
+        usual = self._means[size]
         grown = self._iteration_s(usual, n) - self._iteration_s(usual, usual.n)
         return max(usual.quiet_s * self._latency.slowdown + grown, self._latency.verify_s(float(n)))
 
@@ -91,11 +91,7 @@ class Outlook:
         size = self._size(n)
         if size is None:
             return 1.0
-        return max(1.0, self._paces.get((size, slo_class), _Usual(*self._means[size]).pace))
-
-    def _usual(self, n: int) -> _Usual | None:
-        size = self._size(n)
-        return None if size is None else _Usual(*self._means[size])
+        return max(1.0, self._paces.get((size, slo_class), self._means[size].pace))
 
     def _size(self, n: int) -> int | None:
         """The size that is known and nearest. Not that of the present batch: with more requests each gets
