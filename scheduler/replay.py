@@ -43,11 +43,6 @@ from adaserve.scheduler.interface import (
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 3
-_IN_VERSION_2 = {
-    "depth": "depth", "width": "width", "branching": "branching",
-    "drafting": "rows", "draft_window": "window", "draft_sinks": "sinks",
-}  # fmt: skip
-"""Fields of a plan that are its draft's since."""
 FLUSH_EVERY = 16
 """Iterations after which a compressed recording is written out: more often, it would compress worse."""
 
@@ -228,7 +223,7 @@ def _events(path: Path) -> Iterator[RecordedIteration | str]:
                 try:
                     data = json.loads(line)
                     if "schema_version" in data:
-                        if data["schema_version"] not in (2, SCHEMA_VERSION):
+                        if data["schema_version"] != SCHEMA_VERSION:
                             raise ReplayError(f"{path} is of another version of AdaServe: record it again")
                         continue
                     if "forget" in data:
@@ -244,17 +239,13 @@ def _events(path: Path) -> Iterator[RecordedIteration | str]:
 
 
 def _iteration(data: dict[str, Any]) -> RecordedIteration:
-    if "draft" not in (planned := data["plan"]):
-        planned["draft"] = {new: planned.pop(old) for old, new in _IN_VERSION_2.items() if old in planned}
-    data["outcome"].pop("tested", None)  # of earlier recordings, which never used it
     running = RunningBatch(**_fields_in(data["running"]))
     plan = IterationPlan(running=running, **_fields_in(data["plan"]))
     trees = CandidateTrees(**_fields_in(data["trees"]))
     selection = Selection(**_fields_in(data["selection"]))
     outcome = IterationOutcome(plan, trees, selection, **_fields_in(data["outcome"]))
-    observed = int(data["observed"])
-    by_selection = int(data.get("observed_by_selection", observed))
-    return RecordedIteration(plan, trees, selection, outcome, observed, by_selection)
+    known = int(data["observed"]), int(data["observed_by_selection"])
+    return RecordedIteration(plan, trees, selection, outcome, *known)
 
 
 def read_recording(path: Path) -> Iterator[RecordedIteration]:

@@ -568,24 +568,12 @@ class TestReplay:
                 line["outcome"]["since_last_s"] *= 2.5
         (tmp_path / "busy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         assert recorded_slowdown(tmp_path / "busy.jsonl", LATENCY) == pytest.approx(2.5 * slowdown)
-        (tmp_path / "empty.jsonl").write_text('{"schema_version": 2}\n')
+        (tmp_path / "empty.jsonl").write_text('{"schema_version": 3}\n')
         with pytest.raises(ValueError, match="holds no iteration"):
             recorded_slowdown(tmp_path / "empty.jsonl", LATENCY)
 
-    def test_recordings_in_which_a_plan_had_the_fields_of_its_draft_are_read(self, tmp_path):
-        self.record(tmp_path / "run.jsonl", "adaserve")
-        head, *lines = (json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines())
-        for line in (line for line in lines if "plan" in line):
-            draft = line["plan"].pop("draft")
-            line["plan"] |= {"drafting": draft.pop("rows"), "draft_window": draft.pop("window")}
-            line["plan"] |= {"draft_sinks": draft.pop("sinks"), **draft}
-        lines = [head | {"schema_version": 2}, *lines]
-        (tmp_path / "old.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        old, new = (list(read_recording(tmp_path / f"{name}.jsonl")) for name in ("old", "run"))
-        assert [str(i.plan.draft) for i in old] == [str(i.plan.draft) for i in new] != []
-
     def test_broken_recordings_are_named(self, tmp_path):
-        for version, what in ((2, r"x.jsonl:2 is not a recorded iteration"), (1, "another version")):
+        for version, what in ((3, r"x.jsonl:2 is not a recorded iteration"), (2, "another version")):
             (tmp_path / "x.jsonl").write_text(f'{{"schema_version": {version}}}\n{{"iteration": 3}}\n')
             with pytest.raises(ReplayError, match=what):
                 list(read_recording(tmp_path / "x.jsonl"))
