@@ -261,10 +261,8 @@ class TestTurboSpec:
                 trees = drafted(plan)
                 selection = policy.select(plan, trees)
                 rng = np.random.default_rng(i)
-                chain = rng.random((4, max(plan.draft.depth, 1))).cumprod(axis=1) * 0 + (
-                    rng.random((4, max(plan.draft.depth, 1))) < hit
-                )
-                accepted = np.cumprod(chain, axis=1)[:, : plan.draft.depth].astype(bool).ravel()
+                hits = rng.random((4, plan.draft.depth)) < hit
+                accepted = np.logical_and.accumulate(hits, axis=1).ravel()
                 policy.observe(outcome(plan, trees, selection, accepted))
             depths.append(policy.plan(running(4), 999.0).draft.depth)
         assert depths[0] < depths[1]

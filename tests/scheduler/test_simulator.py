@@ -404,9 +404,6 @@ class TestLookedUpIterations:
             met.append(np.mean([to_record(r).met_tpot for r in load]))
         assert met[1] > met[0] + 0.1
 
-    def test_batches_larger_than_any_that_was_played_take_longer_still(self):
-        assert self.TABLE.at(self.TABLE.seconds, 127) == pytest.approx(0.09)
-
 
 def test_the_work_that_is_left_is_counted():
     """What routers compare, at every step: outputs by their caps, a tenth of the prompts."""
