@@ -226,6 +226,16 @@ def test_a_prompt_that_the_draft_skips_does_not_wait_for_the_draft():
     assert waited == pytest.approx([0.0, 0.0, slow_draft.draft_step_s(100)])
 
 
+def test_a_host_that_reads_slowly_is_simulated_as_well():
+    """A large model on a CPU: a chunk of a prompt takes a minute, and that is no error."""
+    latency = LatencyModel(ForwardCost(0.01), ForwardCost(0.2, per_token_s=0.12))
+    load = requests(2)
+    for request in load:
+        request.prompt_tokens, request.output_tokens, request.cap_tokens = 900, 5, 5
+    simulate(load, SimulationConfig(ReplicaConfig(latency), "none"))
+    assert all(r.finished and r.first_token_s - r.arrival_s > 60 for r in load)
+
+
 def test_streaming_costs_time_per_request():
     """Twice the requests, twice what is spent outside the models."""
     requests = [
