@@ -32,9 +32,8 @@ def slo_aware(replicas: Sequence[Replica], request: SimRequest) -> int:
     present time per token) joins the busiest replica that has no more than 1.5 times the median work.
     """
     load = np.array([r.load_tokens for r in replicas])
-    per_token = np.array([r.seconds_per_token for r in replicas])
-    fits = per_token * 2.0 <= request.tpot_slo_s
-    if len(replicas) > 1 and fits.any() and np.isfinite(request.tpot_slo_s):
+    if np.isfinite(request.tpot_slo_s):
+        fits = np.array([r.seconds_per_token for r in replicas]) * 2.0 <= request.tpot_slo_s
         crowded = load > np.median(load) * 1.5
         candidates = np.flatnonzero(fits & ~crowded)
         if len(candidates):
