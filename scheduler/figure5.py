@@ -12,15 +12,13 @@ import math
 
 import numpy as np
 
-from adaserve.scheduler.interface import CandidateTrees, FloatArray, RunningBatch, Selection
+from adaserve.scheduler.interface import CandidateTrees, Selection
 from adaserve.scheduler.selection import best_anywhere, path_probability, two_phase
 
 BUDGET = 8
 TARGETS = (0.6, 0.8)
 PARENT = ((-1, 0, 1, 2, 3), (-1, -1, 0))
 PATH = ((0.70, 0.63, 0.57, 0.51, 0.46), (0.50, 0.40, 0.30))
-TPOT_S = 0.05
-T_SPEC_S = 0.02
 
 
 def trees() -> CandidateTrees:
@@ -35,22 +33,6 @@ def trees() -> CandidateTrees:
     log = [math.log(f) for path in PATH for f in path]
     start = np.cumsum([0, *map(len, PARENT)])
     return CandidateTrees(start, np.arange(len(log)), np.array(flat_parent), np.array(depth), np.array(log))
-
-
-def batch(now_s: float) -> RunningBatch:
-    """Two requests whose A(r) at ``now_s`` is 1 + TARGETS."""
-    elapsed: FloatArray = (1.0 + np.array(TARGETS) + 10) * TPOT_S - T_SPEC_S
-    return RunningBatch(
-        rids=("r0", "r1"),
-        slo_class=("chat", "chat"),
-        tpot_slo_s=np.full(2, TPOT_S),
-        decode_start_s=now_s - elapsed,
-        decoded_tokens=np.full(2, 10),
-        context_tokens=np.full(2, 100),
-        remaining_tokens=np.full(2, 50),
-        max_depth=np.full(2, 8),
-        temperature=np.zeros(2),
-    )
 
 
 def select(slo_phase: bool = True) -> Selection:

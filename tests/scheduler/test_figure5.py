@@ -11,7 +11,6 @@ import pytest
 from sched_factories import beam_trees, kept_sets, running
 
 from adaserve.scheduler import figure5
-from adaserve.scheduler.interface import Draft, IterationPlan
 
 PAGE = Path(__file__).parents[2] / "docs" / "policy.md"
 
@@ -23,12 +22,6 @@ def test_figure_5():
     assert kept_sets(figure5.trees(), chosen) == [{0, 1, 2, 3}, {0, 1}]
     literal = reference.algorithm_2(reference.rows_of(figure5.trees()), [1.6, 1.8], 8, 5)
     assert [set(k) for k in literal.kept] == kept_sets(figure5.trees(), chosen)
-
-
-def test_figure_5_needs_follow_from_time():
-    batch = figure5.batch(100.0)
-    plan = IterationPlan(0, 100.0, batch, draft=Draft(5, 2), budget=figure5.BUDGET, t_spec_s=figure5.T_SPEC_S)
-    assert plan.need == pytest.approx([1.6, 1.8])
 
 
 def test_greed_alone_would_fail_the_second_request():
