@@ -33,10 +33,6 @@ class DraftWindows:
         self._rates = [AcceptanceRates() for _ in windows]
         self._unused: IntArray = np.zeros(len(windows), np.int64)  # drafts since a window was used
 
-    def _reads(self, context: IntArray) -> IntArray:
-        """Cached tokens that a step reads of each row under each window, [k, n]."""
-        return np.stack([tokens_read(context, np.full(len(context), w), self._sinks) for w in self._windows])
-
     def choose(
         self,
         running: RunningBatch,
@@ -50,7 +46,7 @@ class DraftWindows:
         A chain of ``depth`` is worth ``weight`` [n] times its expected accept length. ``rate``: value of a
         second; ``step_s``: seconds of a draft step by the cached tokens that it reads, all rows together.
         """
-        reads = self._reads(running.context_tokens)
+        reads = tokens_read(running.context_tokens, self._windows[:, None], self._sinks)  # [windows, n]
         everything, least = float(reads[0].sum()), float(reads.min(axis=0).sum())
         if everything == least:
             return None
