@@ -41,6 +41,9 @@ LATER_S = 1e6
 GATE_CLAIM = 0.6
 """A prompt starts anyway when its prefill needs this share of the time that is left."""
 
+WASTE = 1.15
+"""A token in a chunk that is worth a forward costs at most this many times one in the largest chunk."""
+
 STARTING_ITERATIONS = 12
 """Iterations that pass between the decision that a prompt starts and its first token, beyond its prefill."""
 
@@ -157,10 +160,10 @@ class PrefillPlan:
     reserved: int = 0
 
 
-def least_chunk(sizes: IntArray, seconds: FloatArray, waste: float = 1.15) -> int:
-    """Smallest of ``sizes`` [k] at which a token costs at most ``waste`` times that at the largest."""
+def least_chunk(sizes: IntArray, seconds: FloatArray) -> int:
+    """Smallest of ``sizes`` [k] at which a token costs at most ``WASTE`` times that at the largest."""
     per_token_s = seconds / sizes
-    return int(sizes[int(np.argmax(per_token_s <= waste * per_token_s[-1]))])
+    return int(sizes[int(np.argmax(per_token_s <= WASTE * per_token_s[-1]))])
 
 
 def tpot_to_meet_s(tpot_slo_s: float, most_tokens: int) -> float:
@@ -417,10 +420,8 @@ def plan_prefill(situation: Situation, n_running: int) -> PrefillPlan:
     elif config.gate is not None:
         order = first_to_start(situation, order)
     tokens = config.chunk_tokens if len(order) else 0
-    if tokens and n_running and config.pacing == "slack":
-        tokens = slack_tokens(situation, order)
-    elif tokens and config.pacing == "slack":
-        tokens = unsplit_tokens(situation, order) or tokens
+    if tokens and config.pacing == "slack":
+        tokens = slack_tokens(situation, order) if n_running else unsplit_tokens(situation, order) or tokens
     reserved = reserved_tokens(waiting, order, tokens)
     lost = overdue is not None and ahead < tokens
     return PrefillPlan(tokens, order, np.flatnonzero(shed), lost, reserved)
