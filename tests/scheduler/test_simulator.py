@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from adaserve.scheduler.pressure import RecentWork
 from adaserve.scheduler.replay import FLUSH_EVERY, Recorder, ReplayError, read_recording, replay
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
+from adaserve.scheduler.simulator.order import build_order
 from adaserve.scheduler.simulator.paced import PacedReplica, PaceTable, learn_pace
 from adaserve.scheduler.simulator.recorded import (
     RECORDED_TEXT,
@@ -31,6 +33,8 @@ from adaserve.scheduler.simulator.recorded import (
     recorded_slowdown,
 )
 from adaserve.scheduler.simulator.replica import ReplicaConfig
+from adaserve.scheduler.simulator.router import build_router
+from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.run import (
     SimulationConfig,
     build_replica,
@@ -42,6 +46,7 @@ from adaserve.scheduler.simulator.run import (
 from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
 from adaserve.slo.classes import SLOConfig
+from adaserve.slo.lengths import OutputLengths
 
 LATENCY = hardware_latency("llama-3.1-70b", "a100", 4)
 MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
@@ -289,6 +294,34 @@ def test_prompts_that_nobody_decodes_beside_are_split_as_on_a_server():
     assert [tokens for _, tokens in replica._take_chunk()] == [100] == [plan.tokens]
 
 
+def rows_of(slos, classes=None):
+    """Running requests with these TPOT SLOs, whose first tokens came at 0, and none since."""
+    rows, load = Rows(OutputLengths()), requests(len(slos))
+    for i, request in enumerate(load):
+        request.first_token_s, request.tpot_slo_s = 0.0, slos[i]
+        request.slo_class = "chat" if classes is None else classes[i]
+    rows.join(load)
+    return rows
+
+
+def test_the_orders_of_continuous_batching():
+    """Who decodes: the oldest 32; as many as end before the next deadline; the class of who is due first."""
+    latency = LatencyModel(ForwardCost(1e-3), ForwardCost(0.0, per_token_s=0.010))
+    fcfs, stta, sep_pipe = (build_order(name, latency) for name in ("fcfs", "stta", "sep-pipe"))
+    assert fcfs and stta and sep_pipe and build_order("none", latency) is None
+    many = rows_of(np.ones(34))
+    many.requests[3].arrival_s, many.requests[0].arrival_s = 1e6, 1e5
+    assert fcfs(many, 0.0).tolist() == [i for i in range(34) if i not in (0, 3)]
+    assert fcfs(rows_of(np.ones(32)), 0.0) is None
+    due = rows_of([1.0, 0.025, 9.0, 0.030], ["chat", "coding", "chat", "coding"])
+    assert stta(due, 0.0).tolist() == [1, 3], "two tokens take 20 ms of 25"
+    assert stta(due, 0.012).tolist() == [1]
+    assert stta(due, 0.020).tolist() == [0, 1, 2, 3], "who is late already does not shrink the batch"
+    assert stta(due, 9.0) is None
+    assert sep_pipe(due, 0.0).tolist() == [1, 3]
+    assert sep_pipe(rows_of(np.ones(2)), 0.0) is None
+
+
 def test_routers_spread_the_load():
     for router in ("round-robin", "least-work", "slo"):
         result = simulate(requests(60, rate=12.0), config("none", replicas=4, router=router))
@@ -296,6 +329,19 @@ def test_routers_spread_the_load():
         assert sum(done) == 60 and min(done) >= 5
     with pytest.raises(ValueError, match=r"unknown router 'x'.*least-work"):
         simulate(requests(2), config(router="x"))
+
+
+def test_lax_requests_are_packed_where_they_still_attain():
+    """On the busiest replica that is fast enough and not crowded; strict ones go where least work is left."""
+    route, lax = build_router("slo"), requests(1)[0]
+
+    def chosen(slo_s, pace_s=(0.03, 0.03, 0.03, 0.03)):
+        work = zip((100, 140, 90, 900), pace_s, strict=True)
+        replicas = [SimpleNamespace(load_tokens=w, seconds_per_token=s) for w, s in work]
+        return route(replicas, replace(lax, tpot_slo_s=slo_s))
+
+    assert chosen(0.1) == 1 and chosen(0.1, (0.03, 0.06, 0.03, 0.03)) == 0
+    assert chosen(0.05) == chosen(math.inf) == 2
 
 
 class TestPrefill:
