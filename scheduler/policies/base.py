@@ -67,8 +67,7 @@ class BasePolicy:
         self.costs = config.costs or LearnedCosts(config.latency, config.learn_costs)
         self.level_rate = AcceptanceRate()
         self.calibrator = Calibrator()
-        several = len(config.draft_windows) > 1
-        self.windows = DraftWindows(config.draft_windows, config.draft_sinks) if several else None
+        self.windows: DraftWindows | None = None  # of a rule that chooses among several
         self._iterations = 0
         self._unlearned: list[IterationOutcome] = []  # of one batch, with trees
         self._knees: deque[int] = deque(maxlen=KNEES)

@@ -26,6 +26,7 @@ from adaserve.scheduler.pricing import Priced, price_nodes, tried, uncovered
 from adaserve.scheduler.regimes import Regime, Regimes
 from adaserve.scheduler.selection import never_rising, path_probability, within_cap
 from adaserve.scheduler.tables import Table
+from adaserve.scheduler.windows import DraftWindows
 from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
@@ -61,6 +62,8 @@ class PricedPolicy(BasePolicy):
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
         super().__init__(name, config)
+        if len(config.draft_windows) > 1:
+            self.windows = DraftWindows(config.draft_windows, config.draft_sinks)
         self._period_s = MovingAverage(0.1)  # time between verifications, prefill included
         self._pace = MovingAverage(0.05, start=2.0)  # tokens per request and iteration
         self._regimes = Regimes(config.d_max, config.w_max)
