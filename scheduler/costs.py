@@ -176,7 +176,7 @@ class LearnedCosts(Latency):
     def draft_step_s(self, rows: float, context: Context = NO_CONTEXT) -> float:
         return (self.step.quiet_s(int(rows)) + self.first.reading.seconds(rows, context)) * self.slowdown
 
-    def draft_start_s(self, n: int, context: Context = NO_CONTEXT) -> float:
+    def draft_start_s(self, n: int) -> float:
         return max(0.0, self.first.seconds(n) - self.step.quiet_s(n)) * self.slowdown
 
     def other_s(self) -> float:

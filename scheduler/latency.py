@@ -166,7 +166,7 @@ class Latency(ABC):
         """One draft forward over ``rows`` tokens."""
 
     @abstractmethod
-    def draft_start_s(self, n: int, context: Context = NO_CONTEXT) -> float:
+    def draft_start_s(self, n: int) -> float:
         """What drafting for n requests costs beyond its steps."""
 
     @abstractmethod
@@ -183,7 +183,7 @@ class Latency(ABC):
         if depth <= 0:
             return 0.0
         later = (depth - 1) * self.draft_step_s(n * width, context) if depth > 1 else 0.0
-        return self.draft_start_s(n, context) + self.draft_step_s(n, context) + later
+        return self.draft_start_s(n) + self.draft_step_s(n, context) + later
 
     def iteration_s(
         self,
@@ -234,7 +234,7 @@ class LatencyModel(Latency):
     def draft_step_s(self, rows: float, context: Context = NO_CONTEXT) -> float:
         return _one(self.draft, rows, context)
 
-    def draft_start_s(self, n: int, context: Context = NO_CONTEXT) -> float:
+    def draft_start_s(self, n: int) -> float:
         if self.draft_first is None:
             return 0.0
         return max(0.0, _one(self.draft_first, n, NO_CONTEXT) - self.draft_step_s(n))

@@ -162,7 +162,7 @@ class PricedPolicy(BasePolicy):
             self._add_rate(regime, roots / plain_s)
         first_s = self.costs.draft_step_s(n, read)
         row_s = max(0.0, self.costs.draft_step_s(2 * n, read) - first_s)
-        start_s = plain_s + self.costs.draft_start_s(n, read) + first_s
+        start_s = plain_s + self.costs.draft_start_s(n) + first_s
         open_rows = [float(n)] * deepest if left is None else left[:, :deepest].sum(axis=0).tolist()
         beams = regime.surplus.cumsum(axis=1).T.tolist()
         depth, width, best = 0, 1, (1.0 + c.least_gain) * roots / plain_s

@@ -115,7 +115,7 @@ class PlayedReplica(Replica):
         accepted = drafted.fate(selection.keep)
         fed = [n, *(n * (s.stop - s.start) for s in drafted.levels[:-1])]  # rows of each draft forward
         latency, read = self.config.latency, plan.draft_context
-        seconds = latency.draft_start_s(n, read) + sum(latency.draft_step_s(rows, read) for rows in fed)
+        seconds = latency.draft_start_s(n) + sum(latency.draft_step_s(rows, read) for rows in fed)
         return drafted.trees, selection, accepted, self._noisy(seconds)
 
     def _observe(self, outcome: IterationOutcome) -> None:
