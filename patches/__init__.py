@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import pkgutil
 from collections.abc import Callable, Collection
+from functools import wraps
 from importlib import import_module
 from importlib.metadata import version
 from itertools import chain
@@ -32,14 +33,36 @@ class PatchError(RuntimeError):
         )
 
 
-def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
-    """Registers one hook. Raises PatchError when ``target`` does not exist."""
+def hook(target: str, function: Callable[..., Any], kind: HookType, *, always: bool = False) -> None:
+    """Registers one hook. Raises PatchError when ``target`` does not exist.
+
+    A server that does not run ADASERVE is left as SGLang made it, save by what replaces a function and by
+    what acts ``always``: before the settings are known, for any server, or so often that it asks
+    ``is_active`` itself, and last.
+    """
     try:
         pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
         raise PatchError(f"SGLang has no {target}, which AdaServe hooks") from error
-    HookRegistry.register(target, function, kind)
+    everywhere = always or kind is HookType.REPLACE
+    HookRegistry.register(target, function if everywhere else _where_ours(function, kind), kind)
     targets.append(target)
+
+
+def _where_ours(function: Callable[..., Any], kind: HookType) -> Callable[..., Any]:
+    if kind is HookType.AROUND:
+
+        @wraps(function)
+        def around(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs) if is_active() else original(*args, **kwargs)
+
+        return around
+
+    @wraps(function)
+    def beside(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if is_active() else None
+
+    return beside
 
 
 def wrap_routes(app: Any, paths: Collection[str], wrap: Callable[[Any], Any]) -> None:
@@ -54,7 +77,7 @@ def wrap_routes(app: Any, paths: Collection[str], wrap: Callable[[Any], Any]) ->
 def is_active() -> bool:
     """Whether the server of this process runs ADASERVE.
 
-    Hooks leave any other as SGLang made it. But it starts on hosts where SGLang alone would not (what acts
+    Any other is as SGLang made it. But it starts on hosts where SGLang alone would not (what acts
     "while a server starts"), tells nobody its keys (``keys``), and keeps few of the processors that it has
     read (``logit_processors``).
     """

@@ -13,9 +13,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
 from adaserve.patches import hook
-from adaserve.patches.boundary import applies
 
 
 def register() -> None:
@@ -30,8 +28,6 @@ def _of_server(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
     make the right rate, and forgets them once they are reported."""
     from sglang.srt.runtime_context import get_spec
 
-    if not is_ours(self.scheduler.spec_algorithm):
-        return original(self, *args, **kwargs)
     accepted, verifications = self.spec_num_correct_drafts, self.spec_num_forward_ct
     assumed = verifications * (get_spec().speculative_num_draft_tokens - 1)
     self.spec_num_correct_drafts = assumed * _rate(accepted, self.spec_num_cap_tokens - verifications)
@@ -44,7 +40,7 @@ def _of_server(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
 
 def _of_request(_: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
     """``meta_info``: of a finished request, the ``i``-th of ``recv_obj``."""
-    if "spec_num_proposed_drafts" in meta_info and applies(self.server_args):
+    if "spec_num_proposed_drafts" in meta_info:
         verified = recv_obj.spec_num_cap_tokens[i] - recv_obj.spec_verify_ct[i]
         meta_info["spec_num_proposed_drafts"] = verified
         meta_info["spec_accept_rate"] = _rate(meta_info["spec_num_correct_drafts"], verified)

@@ -15,7 +15,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
 from adaserve.patches import hook
 from adaserve.patches.served_worker import worker_of
 
@@ -28,7 +27,7 @@ def register() -> None:
 
 def _refused(original: Callable[[Any, Any], bool], self: Any, recv_req: Any) -> bool:
     """Whether a request that is about to be queued is turned away."""
-    if recv_req.retraction_count and is_ours(self.spec_algorithm):
+    if recv_req.retraction_count:
         return False
     return original(self, recv_req)
 
@@ -37,10 +36,9 @@ def _ended(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -
     """``req``: SGLang's ``Req``; or what came of one that was never taken in, and has no tokens."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    worker = worker_of(self)
-    if worker is None or not getattr(req, "output_ids", None):
+    if not getattr(req, "output_ids", None):
         return original(self, abort_req, req)
-    worker.ended_early(req.rid, holds_row=False)  # if it gave up its slots just now
+    worker_of(self).ended_early(req.rid, holds_row=False)  # if it gave up its slots just now
     req.to_finish = None
     if req.finished_reason is None:
         said = abort_req.finished_reason or {}

@@ -18,7 +18,7 @@ from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.boundary.bodies import drop_nulls, require_few_values
 from adaserve.boundary.unserved import require_served
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"}
 
@@ -30,7 +30,7 @@ def register() -> None:
 async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
     parsed_before = hasattr(request, "_json")
     body = await original(request)
-    if not parsed_before and isinstance(body, dict | list) and is_active():
+    if not parsed_before and isinstance(body, dict | list):
         path = route_path(request.scope)
         try:
             require_few_values(body, path, _context())

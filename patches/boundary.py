@@ -44,7 +44,6 @@ from adaserve.boundary.prompts import require_few
 from adaserve.boundary.request import session_id
 from adaserve.boundary.values import integer, token_ids
 from adaserve.boundary.wording import as_sent, wrong_fields
-from adaserve.identity import is_ours
 from adaserve.patches import hook
 
 _FIRST = "_adaserve_started"
@@ -98,11 +97,6 @@ def register() -> None:
     hook("sglang.srt.entrypoints.api_contract.generate_contract_error", _name_the_field, HookType.AROUND)
 
 
-def applies(server_args: Any) -> bool:
-    """Whether this server runs ADASERVE; any other is left as SGLang made it."""
-    return is_ours(server_args.speculative_algorithm)
-
-
 def _every_request(
     original: Callable[..., AsyncIterator[Any]], self: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
@@ -110,10 +104,9 @@ def _every_request(
     outputs: AsyncIterator[Any] | None = vars(obj).pop(_FIRST, None)
     if outputs is not None:
         return outputs
-    if applies(self.server_args):
-        if self.gracefully_exit:
-            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, STOPPING)
-        check_fields(self, obj, request)
+    if self.gracefully_exit:
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, STOPPING)
+    check_fields(self, obj, request)
     return original(self, obj, request)
 
 
@@ -184,13 +177,13 @@ def _looks_like_health(rid: Any) -> bool:
 
 def _check_session_id(self: Any, obj: Any, request: Any = None) -> None:
     """SGLang logs it, and keeps it as long as the session is open."""
-    if obj.session_id is not None and applies(self.server_args):
+    if obj.session_id is not None:
         session_id("session_id", obj.session_id, _limits(self))
 
 
 def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:
     """Each prompt of a request, tokenized; runs before anything of it was sent."""
-    if input_ids is not None and applies(self.server_args):
+    if input_ids is not None:
         continues = bool(getattr(obj, "session_params", None))
         check_prompt(len(input_ids), getattr(obj, "logprob_start_len", None), continues)
         if getattr(obj, "return_logprob", None):
@@ -262,8 +255,6 @@ async def native_response(original: Callable[..., Awaitable[Any]], obj: Any, req
     if not obj.stream:
         return await original(obj, request)
     manager = get_global_state().tokenizer_manager
-    if not applies(manager.server_args):
-        return await original(obj, request)
     if envs.SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES.get():
         apply_header_overrides(obj, request.headers)  # SGLang does so later, when the stream has begun
     repeats = _repeats.set(not manager.incremental_streaming_output)
@@ -295,12 +286,11 @@ async def _ollama_stream(
 ) -> Any:
     manager = self.tokenizer_manager
     try:
-        if applies(manager.server_args):
-            await start(manager, obj, request)
-            outputs = vars(obj)[_FIRST]
-            setattr(obj, _FIRST, _text_before_the_end(outputs, not manager.incremental_streaming_output))
+        await start(manager, obj, request)
     except ValueError as error:
         return _ollama_refusal(obj, error)
+    outputs = _text_before_the_end(vars(obj)[_FIRST], not manager.incremental_streaming_output)
+    setattr(obj, _FIRST, outputs)
     return await original(self, obj, request, *rest)
 
 
@@ -319,8 +309,6 @@ async def _text_before_the_end(outputs: AsyncIterator[Any], repeated: bool) -> A
 def _ollama_options(params: dict[str, Any], self: Any, options: Any = None) -> None:
     """SGLang passes on what its sampling parameters call otherwise: a ``seed``, and the
     ``num_predict`` of -1 or -2, which is as many tokens as fit."""
-    if not applies(self.tokenizer_manager.server_args):
-        return
     if "seed" in params:
         params["sampling_seed"] = params.pop("seed")
     if params.get("max_new_tokens") in (-1, -2):
@@ -331,8 +319,6 @@ async def _detokenize(
     original: Callable[..., Awaitable[Any]], self: Any, adapted: Any, request: Any, raw_request: Any
 ) -> Any:
     tokens = request.tokens
-    if not applies(self.tokenizer_manager.server_args):
-        return await original(self, adapted, request, raw_request)
     try:
         lists = tokens if any(isinstance(t, list) for t in tokens) else [tokens]
         require_few("tokens", lists, self.tokenizer_manager.model_config.context_len)
@@ -357,7 +343,7 @@ def _keep_made(
     if raw_request is not None:
         raw_request.state.adaserve_converted = adapted
         raw_request.state.adaserve_of_tools = True  # nothing else on this route becomes such a grammar
-        if adapted.background and applies(self.tokenizer_manager.server_args):
+        if adapted.background:
             check_fields(self.tokenizer_manager, adapted, raw_request)
 
 
@@ -367,18 +353,11 @@ def _grammar_of_tools(obj: Any, request: Any) -> bool:
     return bool(made and request.state.adaserve_of_tools)
 
 
-async def _start_converted(manager: Any, raw_request: Any) -> None:
-    """Starts the request of a response that was made, but has not run yet."""
-    if applies(manager.server_args):
-        await start(manager, raw_request.state.adaserve_converted, raw_request)
-
-
 async def _openai_stream(
     original: Callable[..., Awaitable[Any]], self: Any, adapted: Any, request: Any, raw_request: Any
 ) -> Any:
     try:
-        if applies(self.tokenizer_manager.server_args):
-            await start(self.tokenizer_manager, adapted, raw_request)
+        await start(self.tokenizer_manager, adapted, raw_request)
     except HTTPException as error:
         if error.status_code != HTTPStatus.BAD_REQUEST:
             raise
@@ -392,9 +371,10 @@ async def _messages_stream(
     original: Callable[..., Awaitable[Any]], self: Any, chat: Any, request: Any, raw_request: Any
 ) -> Any:
     response = await original(self, chat, request, raw_request)
-    if hasattr(response, "body_iterator"):
+    if hasattr(response, "body_iterator"):  # not run yet
         try:
-            await _start_converted(self.openai_serving_chat.tokenizer_manager, raw_request)
+            manager = self.openai_serving_chat.tokenizer_manager
+            await start(manager, raw_request.state.adaserve_converted, raw_request)
         except ValueError as error:
             return self._error_response(
                 status_code=400, error_type="invalid_request_error", message=str(error)
@@ -405,15 +385,15 @@ async def _messages_stream(
 async def _responses_stream(
     original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any = None
 ) -> Any:
-    if (most := request.max_output_tokens) is not None and applies(self.tokenizer_manager.server_args):
+    if (most := request.max_output_tokens) is not None:
         try:
             integer(KEPT_OUTPUT_TOKENS)("max_output_tokens", most, _limits(self.tokenizer_manager))
         except RequestError as error:
             return self.create_error_response(str(error))
     response = await original(self, request, raw_request)
-    if raw_request is not None and hasattr(response, "__anext__"):
+    if raw_request is not None and hasattr(response, "__anext__"):  # not run yet
         try:
-            await _start_converted(self.tokenizer_manager, raw_request)
+            await start(self.tokenizer_manager, raw_request.state.adaserve_converted, raw_request)
         except ValueError as error:
             return self.create_error_response(str(error))
     return response
@@ -425,8 +405,6 @@ async def _responses_status(
     """SGLang makes 400 of every error, also where a request was shed (429) or the server stops (503). As on
     OpenAI's other routes, the error's type is the status. A response that fails in the background says why,
     as OpenAI's do: SGLang keeps that it failed."""
-    if not applies(self.tokenizer_manager.server_args):
-        return await original(self, request, *args, **kwargs)
     try:
         answer = await original(self, request, *args, **kwargs)
     except HTTPException as error:
@@ -461,11 +439,10 @@ def _name_the_field(original: Callable[[Any], str | None], body: Any) -> str | N
     from sglang.srt.entrypoints.http_server import get_global_state
 
     wrong = original(body)
-    manager = get_global_state().tokenizer_manager
-    if wrong is None or not applies(manager.server_args):
-        return wrong
+    if wrong is None:
+        return None
     try:
-        check_request(body, _limits(manager))
+        check_request(body, _limits(get_global_state().tokenizer_manager))
     except RequestError as error:
         return str(error)
     return wrong

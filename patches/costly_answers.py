@@ -21,7 +21,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.host import is_measured
-from adaserve.patches import hook, is_active, wrap_routes
+from adaserve.patches import hook, wrap_routes
 from adaserve.patches.routes import App, Message, Receive, Send
 from adaserve.scheduler.fairness import HoldBudget
 
@@ -48,15 +48,14 @@ def register() -> None:
 def _timed(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     start_s = time.perf_counter()
     output = original(self, recv_req)
-    if (state := output.internal_state.get("adaserve")) is not None:
-        state[_TOOK_S] = time.perf_counter() - start_s
+    output.internal_state["adaserve"][_TOOK_S] = time.perf_counter() - start_s
     return output
 
 
 async def _waiting(original: Callable[..., Awaitable[list[Any]]], self: Any) -> list[Any]:
     start_s = time.perf_counter()
     states = await original(self)
-    took_s = max((state["adaserve"][_TOOK_S] for state in states if "adaserve" in state), default=0.0)
+    took_s = max(state["adaserve"][_TOOK_S] for state in states)
     _waited.get([]).append(time.perf_counter() - start_s - took_s)
     return states
 
@@ -68,8 +67,7 @@ def mount(app: Any) -> None:
 
 
 def _limit_metrics(_: None, app: Any) -> None:
-    if is_active():
-        wrap_routes(app, METRICS, lambda route: KeptAnswers(route, _format))
+    wrap_routes(app, METRICS, lambda route: KeptAnswers(route, _format))
 
 
 def _format(asked: dict[bytes, bytes]) -> Headers:

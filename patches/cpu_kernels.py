@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.host import select
 from adaserve.patches import hook
 
 
 def register() -> None:
-    from adaserve.host import select
-
     if select() is None:
         return
     hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE
     )
-    hook("sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu", _without_name, HookType.AROUND)
+    copy = "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu"
+    hook(copy, _without_name, HookType.AROUND, always=True)
 
 
 def _without_name(copy: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 from torch import Tensor
 
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 TOO_EARLY = -1e30
 """Added to the logits of tokens that would end a request before its min_new_tokens."""
@@ -44,21 +44,20 @@ def register() -> None:
 
 
 def _too_early(_: None, penalizer: Any) -> None:
-    if is_active():
-        penalizer.stop_token_penalties.clamp_(min=TOO_EARLY)
+    penalizer.stop_token_penalties.clamp_(min=TOO_EARLY)
 
 
 def _compiled(grammar: Any, backend: Any, *_: Any) -> Any:
     """In a thread of SGLang's, once for each grammar."""
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 
-    if grammar is None or isinstance(grammar, InvalidGrammarObject) or not is_active():
+    if grammar is None or isinstance(grammar, InvalidGrammarObject):
         return grammar
     return InvalidGrammarObject(NOTHING) if allows_nothing(grammar, backend.vocab_size) else grammar
 
 
 def _forbidden(_: None, info: Any, logits: Tensor) -> None:
-    if info.grammar_mask is not None and is_active():
+    if info.grammar_mask is not None:
         logits.clamp_(min=FORBIDDEN)
 
 
@@ -69,7 +68,7 @@ def _rejected(_: list[int], processor: Any, req: Any, tokens: Any) -> None:
     end = req.to_finish
     if not isinstance(end, FINISH_ABORT) or end.status_code != HTTPStatus.INTERNAL_SERVER_ERROR:
         return
-    if is_active() and allows_nothing(req.grammar, processor.model_config.vocab_size):
+    if allows_nothing(req.grammar, processor.model_config.vocab_size):
         req.to_finish = FINISH_ABORT(NOTHING, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
 

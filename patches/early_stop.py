@@ -19,11 +19,10 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.launch import stop, stop_cleanly
 from adaserve.patches import hook, is_active
-from adaserve.patches.boundary import applies
 
 
 def register() -> None:
-    hook("uvicorn.server.Server.handle_exit", _exit, HookType.BEFORE)
+    hook("uvicorn.server.Server.handle_exit", _exit, HookType.BEFORE, always=True)
     handler = "sglang.srt.managers.tokenizer_manager.SignalHandler"
     hook(f"{handler}.sigterm_handler", _drain, HookType.BEFORE)
     workers = "uvicorn.supervisors.multiprocess.Multiprocess"
@@ -36,9 +35,7 @@ def _manager() -> Any | None:
     from sglang.srt.entrypoints.http_server import get_global_state
 
     state = get_global_state()
-    if state is None or not applies(state.tokenizer_manager.server_args):
-        return None
-    return state.tokenizer_manager
+    return None if state is None or not is_active() else state.tokenizer_manager
 
 
 def _exit(_: Any, sig: int, frame: FrameType | None) -> None:
@@ -58,7 +55,6 @@ def _drain(*_: Any) -> None:
 
 def _all_exit(sig: int, supervisor: Any) -> None:
     """The first of several HTTP processes. It takes signals from a queue, until it waits for the others."""
-    if is_active():
-        if supervisor.should_exit.is_set():
-            stop(sig)
-        stop_cleanly()
+    if supervisor.should_exit.is_set():
+        stop(sig)
+    stop_cleanly()

@@ -17,8 +17,8 @@ from adaserve.patches import hook
 
 
 def register() -> None:
-    hook("sglang.srt.server_args.ServerArgs.add_cli_args", add_flags, HookType.AFTER)
-    hook("sglang.srt.server_args.ServerArgs.from_cli_args", _export_flags, HookType.BEFORE)
+    hook("sglang.srt.server_args.ServerArgs.add_cli_args", add_flags, HookType.AFTER, always=True)
+    hook("sglang.srt.server_args.ServerArgs.from_cli_args", _export_flags, HookType.BEFORE, always=True)
 
 
 def add_flags(_: Any, parser: argparse.ArgumentParser) -> None:

@@ -28,8 +28,8 @@ from adaserve.patches import hook
 
 def register() -> None:
     engine = "sglang.srt.entrypoints.engine.Engine"
-    hook(f"{engine}._launch_scheduler_processes", _launch, HookType.AROUND)
-    hook(f"{engine}._launch_detokenizer_subprocesses", _launch, HookType.AROUND)
+    hook(f"{engine}._launch_scheduler_processes", _launch, HookType.AROUND, always=True)
+    hook(f"{engine}._launch_detokenizer_subprocesses", _launch, HookType.AROUND, always=True)
 
 
 def _launch(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from adaserve.patches import hook
 
 def register() -> None:
     if select() is not None:
-        hook("torch.distributed.new_group", _shared, HookType.AROUND)
+        hook("torch.distributed.new_group", _shared, HookType.AROUND, always=True)
 
 
 def _shared(

@@ -19,7 +19,6 @@ from starlette.background import BackgroundTasks
 from starlette.requests import Request
 
 from adaserve.patches import hook
-from adaserve.patches.boundary import applies
 
 LEFT_S = 2.0
 """SGLang's own patience with a request whose stream is over."""
@@ -36,7 +35,7 @@ def register() -> None:
 
 def _watch(_: Any, self: Any, obj: Any, request: Any = None) -> None:
     """``obj``: one prompt or one sample, which the scheduler has been sent."""
-    if isinstance(request, Request) and not obj.background and applies(self.server_args):
+    if isinstance(request, Request) and not obj.background:
         watch = asyncio.create_task(_end_with_client(self, obj.rid, self.rid_to_state[obj.rid], request))
         _watches.add(watch)
         watch.add_done_callback(_watches.discard)
@@ -50,9 +49,7 @@ async def _end_with_client(manager: Any, rid: str, state: Any, request: Request)
         manager.abort_request(rid)
 
 
-def _behind_a_stream(original: Callable[..., BackgroundTasks], self: Any, obj: Any) -> BackgroundTasks:
-    if not applies(self.server_args):
-        return original(self, obj)
+def _behind_a_stream(_: Callable[..., BackgroundTasks], self: Any, obj: Any) -> BackgroundTasks:
     tasks = BackgroundTasks()
     tasks.add_task(_end_what_is_left, self, obj)
     return tasks

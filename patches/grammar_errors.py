@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary.wording import of_compiler
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 
 def register() -> None:
@@ -24,8 +24,6 @@ def _told(original: Callable[..., Any], *args: Any) -> Any:
     """In a thread of SGLang's, once for each grammar."""
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 
-    if not is_active():
-        return original(*args)
     try:
         grammar = original(*args)
     except Exception as error:

@@ -24,7 +24,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.cores import usable_cores
 from adaserve.host import on_device
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 MOST_GRAMMARS = 1024
 MOST_BYTES = 256 << 20
@@ -66,26 +66,22 @@ class Compilers(ThreadPoolExecutor):
 
 def _own_threads(_: None, backend: Any, *__: Any, **___: Any) -> None:
     """For all backends, and for the one that a reasoning parser puts around another: that compiles then."""
-    if is_active():
-        backend.executor = Compilers(usable_cores(), _give_way) if _on_cpu() else Compilers(None)
+    backend.executor = Compilers(usable_cores(), _give_way) if _on_cpu() else Compilers(None)
 
 
 def _limit_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:
     """xgrammar keeps what it has compiled as well, by default without a limit."""
     from xgrammar import GrammarCompiler
 
-    if is_active():
-        backend.grammar_compiler = GrammarCompiler(
-            backend._tokenizer_info, max_threads=_threads(), cache_limit_bytes=MOST_BYTES
-        )
+    backend.grammar_compiler = GrammarCompiler(
+        backend._tokenizer_info, max_threads=_threads(), cache_limit_bytes=MOST_BYTES
+    )
 
 
-def _framing_compiler(original: Callable[[Any], Any], tokenizer_info: Any) -> Any:
+def _framing_compiler(_: Callable[[Any], Any], tokenizer_info: Any) -> Any:
     """The same for grammars that a reasoning parser puts into its own, of which nothing is kept."""
     from xgrammar import GrammarCompiler
 
-    if not is_active():
-        return original(tokenizer_info)
     return GrammarCompiler(tokenizer_info, max_threads=_threads(), cache_enabled=False)
 
 
@@ -113,10 +109,8 @@ def _use(backend: Any, key: tuple[str, str], *_: Any, **__: Any) -> None:
 
 
 def _keep(original: Callable[..., None], backend: Any, key: tuple[str, str], grammar: Any) -> None:
-    if not is_active():
-        return original(backend, key, grammar)
     if getattr(grammar, "error_message", "").startswith(LATE):
-        return None
+        return
     sizes: dict[Any, int] = vars(backend).setdefault(_SIZES, {})
     for gone in sizes.keys() - backend.cache.keys():  # emptied by /flush_cache
         del sizes[gone]
@@ -126,7 +120,6 @@ def _keep(original: Callable[..., None], backend: Any, key: tuple[str, str], gra
     while len(sizes) > MOST_GRAMMARS or sum(sizes.values()) > MOST_BYTES:
         oldest = next(iter(backend.cache))
         del backend.cache[oldest], sizes[oldest]
-    return None
 
 
 def _size(key: tuple[str, str], grammar: Any) -> int:

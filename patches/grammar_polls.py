@@ -16,7 +16,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
 from adaserve.patches import hook
 
 LOOK_S = 1e-4
@@ -31,8 +30,6 @@ def register() -> None:
 
 
 def _look(original: Callable[[Any], list[Any]], self: Any) -> list[Any]:
-    if not is_ours(self.scheduler.spec_algorithm):
-        return original(self)
     usual_s, now_s, known = self.SGLANG_GRAMMAR_POLL_INTERVAL, time.monotonic(), vars(self)
     counts = True
     if self.scheduler.waiting_queue or self.scheduler.collect_inflight_reqs():

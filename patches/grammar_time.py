@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 USUAL_S = 0.02
 """Of a step, that others do not notice much."""
@@ -37,8 +37,6 @@ def register() -> None:
 
 
 def _accept(original: Callable[..., list[int]], self: Any, req: Any, tokens: Any) -> list[int]:
-    if not is_active():
-        return original(self, req, tokens)
     with limited_time(req):
         return original(self, req, tokens)
 

@@ -25,7 +25,6 @@ from adaserve.patches import (
     openai_errors,
     routes,
 )
-from adaserve.patches.boundary import applies
 from adaserve.ports import why_not_free
 from adaserve.processes import end_children
 
@@ -42,13 +41,12 @@ def register() -> None:
 def _before_run(server_args: Any, *_: Any, **__: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
-    if applies(server_args):
-        if (why := why_not_free(server_args.host, server_args.port)) is not None:
-            end_children(os.getpid())
-            print(f"adaserve: {why}", file=sys.stderr, flush=True)
-            os._exit(2)  # adaserve.commands.COULD_NOT, without what commands need
-        os.environ.setdefault(APP_PATH, APP)
-        complete(app)
+    if (why := why_not_free(server_args.host, server_args.port)) is not None:
+        end_children(os.getpid())
+        print(f"adaserve: {why}", file=sys.stderr, flush=True)
+        os._exit(2)  # adaserve.commands.COULD_NOT, without what commands need
+    os.environ.setdefault(APP_PATH, APP)
+    complete(app)
 
 
 def complete(app: Any) -> None:

@@ -17,7 +17,6 @@ from adaserve.boundary import RequestError
 from adaserve.checked import shown
 from adaserve.config import PREFILLS
 from adaserve.patches import hook
-from adaserve.patches.boundary import applies
 from adaserve.patches.served_worker import ServedWorker, worker_of
 
 MODES = (*PREFILLS, "default")
@@ -39,11 +38,10 @@ def register() -> None:
 
 
 def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
-    if (worker := worker_of(self.scheduler)) is not None:
-        state["adaserve"] = worker.report()
+    state["adaserve"] = worker_of(self.scheduler).report()
 
 
-def _change(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
+def _change(_: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
     """``POST /set_internal_state {"server_args": {"adaserve_policy=NAME": 1}}``: all of it, or nothing.
 
     SGLang's own settings are refused: they belong to algorithms and pipelines that do not run here, and some
@@ -52,8 +50,6 @@ def _change(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> An
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     worker = worker_of(self.scheduler)
-    if worker is None:
-        return original(self, recv_req)
     try:
         changes = [change_of(worker, key, value) for key, value in recv_req.server_args.items()]
     except ValueError as error:
@@ -91,10 +87,8 @@ def change_of(worker: ServedWorker, key: str, value: float) -> Callable[[], obje
     raise ValueError(f"{shown(key)} is not a setting that can be changed: these are {KNOWN}")
 
 
-async def _told(original: Callable[[Any, Any], Awaitable[list[bool]]], self: Any, obj: Any) -> list[bool]:
+async def _told(_: Callable[[Any, Any], Awaitable[list[bool]]], self: Any, obj: Any) -> list[bool]:
     """Raises RequestError where a scheduler refuses."""
-    if not applies(self.server_args):
-        return await original(self, obj)
     self.auto_create_handle_loop()
     outputs = await self.set_internal_state_communicator(obj)
     if why := next((out.rid for out in outputs if not out.updated), None):

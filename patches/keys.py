@@ -25,9 +25,9 @@ from adaserve.redaction import HIDDEN, SECRETS, without_secrets
 
 def register() -> None:
     core = "sglang.srt.sampling.watermarking.core"
-    hook(f"{core}.redact_watermark_secrets", _hide, HookType.AROUND)
-    hook(f"{core}.redact_watermark_command_line", _hide_in_command, HookType.AROUND)
-    hook("sglang.srt.utils.auth.decide_request_auth", _decide, HookType.AROUND)
+    hook(f"{core}.redact_watermark_secrets", _hide, HookType.AROUND, always=True)
+    hook(f"{core}.redact_watermark_command_line", _hide_in_command, HookType.AROUND, always=True)
+    hook("sglang.srt.utils.auth.decide_request_auth", _decide, HookType.AROUND, always=True)
 
 
 def _hide(original: Callable[..., Any], value: Any, **more: Any) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
 from adaserve.patches import hook
 
 LONGEST_REQUEST, LONGEST_PROMPT = 4, 5
@@ -23,41 +22,27 @@ LONGEST_REQUEST, LONGEST_PROMPT = 4, 5
 
 
 def register() -> None:
-    hook("sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode", _reserve, HookType.AROUND)
-    hook(
-        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
-        _row_headroom,
-        HookType.AROUND,
-    )
+    sizing = "sglang.srt.mem_cache.allocation_sizing"
+    hook(f"{sizing}.get_alloc_reserve_per_decode", lambda _: _window(), HookType.AROUND)
+    hook(f"{sizing}.get_req_to_token_extra_context_len", _row_headroom, HookType.AFTER)
     hook("sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", _leave_a_window, HookType.AFTER)
 
 
-def _window() -> int | None:
-    """Slots for one iteration, None when another speculative algorithm runs."""
+def _window() -> int:
+    """Slots for one iteration."""
     from sglang.srt.runtime_context import get_schedule, get_spec
 
     spec = get_spec()
-    if not is_ours(spec.speculative_algorithm):
-        return None
     lag = 0 if get_schedule().disable_overlap_schedule else 2 * (spec.speculative_num_steps + 1)
     return int(spec.speculative_num_draft_tokens + lag)
 
 
-def _reserve(original: Any) -> int:
-    window = _window()
-    return original() if window is None else window
-
-
-def _row_headroom(original: Any) -> int:
-    window = _window()
-    return original() if window is None else max(original(), window + 4)
+def _row_headroom(usual: int) -> int:
+    return max(usual, _window() + 4)
 
 
 def _leave_a_window(info: tuple[Any, ...], worker: Any) -> tuple[Any, ...]:
     """The longest request, and the longest prompt, so that the window of its last iteration fits, too."""
-    window = _window()
-    if window is None:
-        return info
     longest, prompt = info[LONGEST_REQUEST], info[LONGEST_PROMPT]
-    over = max(0, longest + window - worker.model_runner.effective_logical_max_total_num_tokens)
+    over = max(0, longest + _window() - worker.model_runner.effective_logical_max_total_num_tokens)
     return (*info[:LONGEST_REQUEST], longest - over, prompt - over, *info[LONGEST_PROMPT + 1 :])

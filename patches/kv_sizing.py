@@ -15,7 +15,6 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import draft_kind
-from adaserve.identity import is_ours
 from adaserve.medusa import weights_file
 from adaserve.patches import hook
 
@@ -34,7 +33,7 @@ def register() -> None:
 
 
 def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
-    if kvc.is_draft_worker or not is_ours(kvc.spec_algorithm):
+    if kvc.is_draft_worker:
         return
     ours = AdaServeConfig.load()
     for path in draft_paths(ours):

@@ -27,7 +27,6 @@ def mount(app: Any) -> None:
 LEAST_AGE_S = 1.0
 """A snapshot is kept this long, because the schedulers stand still while they report their state."""
 
-
 PATIENCE_S = 5.0
 """How long a scheduler may take to report. A long prefill takes longer, and so does one that hangs."""
 
@@ -81,9 +80,9 @@ async def _make() -> dict[str, Any]:
     from sglang.srt.entrypoints.http_server import get_global_state
 
     manager = get_global_state().tokenizer_manager
-    reports = [r["adaserve"] for r in await manager.get_internal_state() if "adaserve" in r]
-    first = reports[0] if reports else {}
-    states = [r["stats"] for r in reports]
-    policy, baseline_ms = first.get("policy"), first.get("baseline_ms")
+    reports = [state["adaserve"] for state in await manager.get_internal_state()]
+    states, first = [r["stats"] for r in reports], reports[0]
     notes = [note for r in reports for note in r["host"]["notes"]]
-    return build_snapshot(states, manager.served_model_name, policy, baseline_ms, notes).to_json()
+    return build_snapshot(
+        states, manager.served_model_name, first["policy"], first["baseline_ms"], notes
+    ).to_json()

@@ -49,8 +49,7 @@ class SLOLoadInquirer(SchedulerLoadInquirer):  # type: ignore[misc]
     def get_loads(self) -> LoadSnapshot:
         """A snapshot with the section ``slo``."""
         load = SchedulerLoadInquirer.get_loads(self)
-        worker = worker_of(self.scheduler)
-        forecast = None if worker is None else worker.forecaster.latest
+        forecast = worker_of(self.scheduler).forecaster.latest
         values = {name: getattr(load, name) for name in load.__struct_fields__}
         return SLOLoadSnapshot(**values, slo=None if forecast is None else msgspec.to_builtins(forecast))
 
@@ -65,15 +64,14 @@ def register() -> None:
 
 
 def _with_forecast(_: None, self: Any) -> None:
-    if worker_of(self) is not None:
-        known = {f.name: getattr(self.load_inquirer, f.name) for f in fields(self.load_inquirer)}
-        self.load_inquirer = SLOLoadInquirer(**known, scheduler=self)
+    known = {f.name: getattr(self.load_inquirer, f.name) for f in fields(self.load_inquirer)}
+    self.load_inquirer = SLOLoadInquirer(**known, scheduler=self)
 
 
 def _publish(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
-    worker = worker_of(self)
-    if worker is None or self.load_snapshot_writer is None:  # not the first rank
+    if self.load_snapshot_writer is None:  # not the first rank
         return original(self, force)
+    worker = worker_of(self)
     idle = not (self.running_batch.reqs or self.waiting_queue or self.chunked_req)
     now_s = time.perf_counter()
     if worker.forecaster.is_due(idle, now_s):
@@ -85,6 +83,6 @@ def _publish(original: Callable[..., Any], self: Any, force: bool = False) -> An
 
 
 def _arrived(refused: bool, self: Any, req: Any) -> None:
-    worker = worker_of(self)
-    if worker is not None and not refused and not req.output_ids and not req.rid.startswith(HEALTH_CHECK):
+    if not refused and not req.output_ids and not req.rid.startswith(HEALTH_CHECK):
+        worker = worker_of(self)
         worker.forecaster.arrived(req, load_of(self, worker))

@@ -20,7 +20,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 from torch import Tensor
 
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 logger = logging.getLogger("adaserve")
 
@@ -44,11 +44,8 @@ def keeping_few(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return lru_cache(MOST_KEPT)(inspect.unwrap(read))
 
 
-def _in_prefills(original: Callable[..., None], logits: Tensor, info: Any, *rest: Any, **more: Any) -> None:
-    if is_active():
-        apply_processors(logits, info)
-    else:
-        original(logits, info, *rest, **more)
+def _in_prefills(_: Callable[..., None], logits: Tensor, info: Any, *__: Any, **___: Any) -> None:
+    apply_processors(logits, info)
 
 
 def apply_processors(logits: Tensor, info: Any) -> None:

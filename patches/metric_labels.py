@@ -14,8 +14,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook, is_active
-from adaserve.patches.boundary import applies
+from adaserve.patches import hook
 
 OTHER_PATHS = "other"
 MAX_PRIORITIES = 32
@@ -37,12 +36,10 @@ def register() -> None:
 
 def _path(found: tuple[str, bool], _: Any) -> tuple[str, bool]:
     """``found``: a request's path, and whether a route serves it."""
-    return found if found[1] or not is_active() else (OTHER_PATHS, False)
+    return found if found[1] else (OTHER_PATHS, False)
 
 
 def _few_labels(original: Callable[..., None], self: Any, state: Any, *rest: Any) -> None:
-    if not applies(self.server_args):
-        return original(self, state, *rest)
     hidden = {}
     for field, most in _CHOSEN.items():
         value = getattr(state.obj, field, None)
@@ -63,8 +60,6 @@ def _few_labels(original: Callable[..., None], self: Any, state: Any, *rest: Any
 
 def _few_queues(collector: Any, _: Any, queue: Any) -> None:
     """``queue``: how many requests wait or run, by priority too."""
-    if not is_active():
-        return
     known: set[int] = collector._known_priorities
     for priority in list(queue.by_priority or ()):
         if priority not in known and len(known) >= MAX_PRIORITIES:

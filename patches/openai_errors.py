@@ -23,7 +23,6 @@ from adaserve.asgi import route_path
 from adaserve.boundary.bodies import told
 from adaserve.boundary.wording import as_sent, not_json, wrong_fields
 from adaserve.patches import hook
-from adaserve.patches.boundary import applies
 
 ANTHROPIC = "/v1/messages"
 """What the paths of its routes begin with."""
@@ -42,9 +41,6 @@ async def _told(
 ) -> Any:
     sent = set(request.model_fields_set)  # SGLang sets some itself meanwhile
     response = await original(self, request, raw_request)
-    serving = getattr(self, "openai_serving_chat", self)  # of Anthropic's route
-    if not applies(serving.tokenizer_manager.server_args):
-        return response
     return in_shape(response, sent, type(request).model_fields)
 
 

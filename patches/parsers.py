@@ -25,7 +25,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import RequestError
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 PATIENCE_S = 1.0
 """Of processor time, so that a busy host ends nobody's request."""
@@ -56,8 +56,6 @@ def register() -> None:
 
 def _checked(original: Callable[..., str | None], self: Any, request: Any) -> str | None:
     """What is wrong with a chat; also for the routes that make one of their requests."""
-    if not is_active():
-        return original(self, request)
     try:
         with limited_time(TOOLS):
             return original(self, request)
@@ -70,7 +68,7 @@ def _complete_tools(original: Callable[..., None], self: Any, tools: Any, *args:
     from sglang.srt.managers import io_struct
 
     def complete(tool: Any) -> Any:
-        if not isinstance(tool, io_struct.Tool) or not is_active():
+        if not isinstance(tool, io_struct.Tool):
             return tool
         f = tool.function
         fields = {"name": f.name, "description": f.description, "parameters": f.parameters}
@@ -80,8 +78,6 @@ def _complete_tools(original: Callable[..., None], self: Any, tools: Any, *args:
 
 
 def _limited(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not is_active():
-        return parse(*args, **kwargs)
     try:
         with limited_time():
             return parse(*args, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 Process = Callable[[Any, Any, Any], None]
 
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def _process(original: Process, self: Any, batch: Any, result: Any) -> None:
-    if batch.return_logprob and is_active():
+    if batch.return_logprob:
         drop_passed_over(self.logprob_result_processor, batch, result)
     original(self, batch, result)
 

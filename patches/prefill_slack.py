@@ -29,7 +29,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 from adaserve.patches.served_worker import load_of, worker_of
 
 
@@ -45,7 +45,7 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
     worker = worker_of(self)
-    if worker is None or not worker.prefill.paces(worker.policies.current.name):
+    if not worker.prefill.paces(worker.policies.current.name):
         return original(self, running_batch)
     _queue_ready_grammars(self)
     spare = _spare_slots(self, running_batch)
@@ -95,7 +95,7 @@ def _whole_beside_a_started_one(
 ) -> Any:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    if has_chunked_req and self.rem_chunk_tokens is not None and is_active():
+    if has_chunked_req and self.rem_chunk_tokens is not None:
         left = self.ceil_paged_tokens(len(req.full_untruncated_fill_ids) - req.prefix_len)
         if left > self.rem_chunk_tokens or self.is_hybrid_swa:
             return AddReqResult.OTHER

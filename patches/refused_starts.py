@@ -16,7 +16,7 @@ from adaserve.patches import hook
 
 
 def register() -> None:
-    hook("sglang.srt.managers.scheduler.get_exception_traceback", _sentence, HookType.AROUND)
+    hook("sglang.srt.managers.scheduler.get_exception_traceback", _sentence, HookType.AROUND, always=True)
 
 
 def _sentence(original: Callable[[], str]) -> str:

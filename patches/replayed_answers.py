@@ -17,7 +17,8 @@ from adaserve.slo.answer_ends import ANSWER_TOKENS, ENV
 
 def register() -> None:
     if os.environ.get(ENV) == "1":
-        hook("sglang.srt.managers.schedule_batch.Req.update_finish_state", _ended, HookType.AFTER)
+        request = "sglang.srt.managers.schedule_batch.Req"
+        hook(f"{request}.update_finish_state", _ended, HookType.AFTER, always=True)
 
 
 def _ended(_: None, self: Any, *__: Any, **___: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 from adaserve.patches.served_worker import worker_of
 
 MANAGERS = "sglang.srt.managers"
@@ -24,8 +24,6 @@ def register() -> None:
 
 
 def _prefilled(_: None, self: Any, batch: Any, result: Any) -> None:
-    if not is_active():
-        return
     for req in batch.reqs:
         # What a middle chunk wrote still stands in the request's row, which nobody has been given since.
         if req.finished() and not req.is_retracted:
@@ -33,5 +31,4 @@ def _prefilled(_: None, self: Any, batch: Any, result: Any) -> None:
 
 
 def _aborted(self: Any, req: Any) -> None:
-    if (worker := worker_of(self)) is not None:
-        worker.ended_early(req.rid, holds_row=req.kv.holds_kv)
+    worker_of(self).ended_early(req.rid, holds_row=req.kv.holds_kv)

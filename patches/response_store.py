@@ -19,7 +19,6 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import RequestError
 from adaserve.patches import hook
-from adaserve.patches.boundary import applies
 
 MOST_CHARACTERS = 1 << 26
 """Of all responses that are kept, and as many of their conversations; for each HTTP process."""
@@ -78,16 +77,12 @@ def register() -> None:
 
 
 def _bound(_: None, self: Any, *__: Any, **___: Any) -> None:
-    if not applies(self.tokenizer_manager.server_args):
-        return
     responses, messages = Kept(), Kept()
     responses.twin, messages.twin = messages, responses
     self.response_store, self.msg_store = responses, messages
 
 
 def _as_read_first(original: Callable[..., list[Any]], self: Any, request: Any) -> list[Any]:
-    if not applies(self.tokenizer_manager.server_args):
-        return original(self, request)
     known = _read.get()
     if known is None or known[0] is not request:
         known = request, original(self, request)

@@ -24,8 +24,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV, is_measured
-from adaserve.patches import hook, is_active
-from adaserve.patches.boundary import applies, refusal
+from adaserve.patches import hook
+from adaserve.patches.boundary import refusal
 
 MAX_BODY_BYTES = 32 << 20
 _READER = "request_body_to_args"  # FastAPI's step from a parsed body to a route's arguments
@@ -109,7 +109,7 @@ def register() -> None:
     hook(f"{chat}._apply_jinja_template", _render, HookType.AROUND)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     hook("sglang.srt.entrypoints.engine.Engine.collective_rpc", refuse_rpc, HookType.BEFORE)
-    for path in REFUSED.keys() - ROUTES_ONLY:
+    for path in refused_routes().keys() - ROUTES_ONLY:
         hook(f"{manager}.{path.removeprefix('/')}", refuse_call(path), HookType.BEFORE)
 
 
@@ -126,18 +126,16 @@ def _sentence(path: str, why: str) -> str:
 def refuse_call(path: str) -> Callable[..., None]:
     """What runs before the tokenizer manager's method that ``path`` is named after."""
 
-    def check(manager: Any, *_: Any, **__: Any) -> None:
-        why = refused_routes().get(path)
-        if why is not None and applies(manager.server_args):
-            raise RequestError(_sentence(path, why))
+    def check(*_: Any, **__: Any) -> None:
+        raise RequestError(_sentence(path, REFUSED[path]))
 
     return check
 
 
-def refuse_rpc(engine: Any, method: str, **_: Any) -> None:
+def refuse_rpc(_: Any, method: str, **__: Any) -> None:
     """Runs before a method of all schedulers is called by its name. Raises RequestError."""
     why = refused_routes().get(f"/{method}") or SAVING.get(method)
-    if why is not None and applies(engine.server_args):
+    if why is not None:
         raise RequestError(_sentence(method, why))
 
 
@@ -188,8 +186,6 @@ def _render(original: Callable[..., Any], self: Any, request: Any, *rest: Any) -
     try:
         return original(self, request, *rest)
     except (TypeError, AttributeError, LookupError) as error:
-        if not is_active():
-            raise
         raise ValueError(f"the chat template cannot render this request: {error!r}") from error
 
 

@@ -34,8 +34,7 @@ from weakref import WeakValueDictionary
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import RequestError
-from adaserve.identity import is_ours
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 logger = logging.getLogger("adaserve")
 
@@ -114,8 +113,6 @@ def _note_turn(scheduler: Any, rid: str) -> None:
 
 
 def _take_in(original: Callable[..., None], self: Any, recv_req: Any, **more: Any) -> None:
-    if not is_ours(self.spec_algorithm):
-        return original(self, recv_req, **more)
     if why := _why_not(self, recv_req):
         return _refuse(self, recv_req, HTTPStatus.BAD_REQUEST, why)
     try:
@@ -161,7 +158,7 @@ def _open_session(original: Callable[..., Any], self: Any, recv_req: Any) -> Any
     """The reason travels as the output's ``rid``, which nothing else uses."""
     from sglang.srt.managers.io_struct import OpenSessionReqOutput
 
-    if len(self.sessions) < MAX_SESSIONS or not is_active():
+    if len(self.sessions) < MAX_SESSIONS:
         return original(self, recv_req)
     logger.warning("AdaServe: session %r is refused: %s are open", recv_req.session_id, MAX_SESSIONS)
     why = f"{MAX_SESSIONS} sessions are open, which is the most: close some, or give them a timeout"
@@ -175,21 +172,18 @@ def _tell_why(self: Any, recv_obj: Any) -> None:
         future.set_exception(RequestError(recv_obj.rid))
 
 
-def _drop(original: Callable[..., None], self: Any, req_dict: dict[str, Any]) -> None:
+def _drop(_: Callable[..., None], self: Any, req_dict: dict[str, Any]) -> None:
     """Takes a turn and all that follow it out of its session's ``req_dict``; they end if they run."""
-    if not is_active():
-        return original(self, req_dict)
     turns = [self]
     while turns:
         turn = turns.pop()
         turns += turn.children
         turn.abort()
         req_dict.pop(turn.req.rid, None)
-    return None
 
 
 def _abort(original: Callable[..., None], self: Any, recv_req: Any) -> None:
-    if recv_req.abort_all or not is_ours(self.spec_algorithm):
+    if recv_req.abort_all:
         return original(self, recv_req)
     batches = self.server_args.tokenizer_worker_num > 1
     others = [req for rid, req in known_requests(self).items() if _only_a_prefix(recv_req.rid, rid, batches)]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from adaserve.identity import is_ours
 from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.prefill import PrefillPlan
 from adaserve.slo.forecast import Forecast
@@ -147,10 +146,8 @@ class ServedWorker(Protocol):
         ...
 
 
-def worker_of(scheduler: Any) -> ServedWorker | None:
-    """The worker of an SGLang scheduler; None when another algorithm runs."""
-    if not is_ours(scheduler.spec_algorithm):
-        return None
+def worker_of(scheduler: Any) -> ServedWorker:
+    """The worker of an SGLang scheduler."""
     worker: ServedWorker = scheduler.draft_worker
     return worker
 

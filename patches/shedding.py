@@ -27,7 +27,7 @@ def _with_refusals(aborts: list[Any], self: Any) -> list[Any] | None:
     from sglang.srt.managers.io_struct import AbortReq
 
     worker = worker_of(self)
-    if worker is None or not worker.shedder.enabled or not self.waiting_queue:
+    if not worker.shedder.enabled or not self.waiting_queue:
         return None
     gone = {abort.rid for abort in aborts}
     refused = worker.shedder.refusals(load_of(self, worker), time.perf_counter())

@@ -15,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary.limits import MAX_BATCH
 from adaserve.config import slo_classes
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 from adaserve.patches.boundary import asks_for_health, native_response, refusal
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import FromHeaders, read_headers
@@ -28,14 +28,13 @@ def register() -> None:
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
     hook(manager, _any_request, HookType.BEFORE)
     responses = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
-    for before in (_keep_priority, _in_background):
-        hook(f"{responses}._generate_with_builtin_tools", before, HookType.BEFORE)
+    hook(f"{responses}._generate_with_builtin_tools", _response, HookType.BEFORE)
 
 
 async def _openai_request(
     original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any
 ) -> Any:
-    if "custom_params" in type(request).model_fields and is_active():
+    if "custom_params" in type(request).model_fields:
         try:
             nvext = (await raw_request.json()).get("nvext")
             slo = _headers(raw_request).resolve(request.custom_params, slo_classes(), nvext)
@@ -48,8 +47,6 @@ async def _openai_request(
 
 
 async def _native_request(original: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> Any:
-    if not is_active():
-        return await original(obj, request)
     try:
         _attach(obj, request, (await request.json()).get("nvext"))
     except SLOError as error:
@@ -63,11 +60,11 @@ def _any_request(self: Any, obj: Any, request: Any = None) -> None:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     resolved = request is not None and getattr(request.state, "adaserve_resolved", False)
-    if isinstance(obj, GenerateReqInput) and is_active() and not resolved and not asks_for_health(request):
+    if isinstance(obj, GenerateReqInput) and not resolved and not asks_for_health(request):
         _attach(obj, request)
 
 
-def _keep_priority(
+def _response(
     self: Any,
     request_id: str,
     prompt: Any,
@@ -77,16 +74,13 @@ def _keep_priority(
     priority: int | None = None,
     **__: Any,
 ) -> None:
-    """That of a response's body, which SGLang does not hand on. Where none was sent ``priority`` is 0."""
-    if "priority" in getattr(raw_request, "_json", ()) and is_active():
+    """SGLang does not hand on the priority of a response's body. Where none was sent ``priority`` is 0.
+
+    Raises SLOError for a response in the background, which runs after its status is sent.
+    """
+    if "priority" in getattr(raw_request, "_json", ()):
         adapted.priority = priority
-
-
-def _in_background(
-    self: Any, request_id: str, prompt: Any, adapted: Any, *_: Any, raw_request: Any = None, **__: Any
-) -> None:
-    """A response that runs after its status is sent. Raises SLOError before."""
-    if adapted.background and is_active():
+    if adapted.background:
         _headers(raw_request).resolve(None, slo_classes(), None)
 
 

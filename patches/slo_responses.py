@@ -24,7 +24,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
 from adaserve.patches import hook
 from adaserve.patches.served_worker import worker_of
 
@@ -59,19 +58,14 @@ def register() -> None:
         hook(stream, _stream, HookType.AROUND)
 
 
-def _streamer_class(base: type, scheduler: Any) -> type | None:
-    if not is_ours(scheduler.spec_algorithm):
-        return None
-
+def _streamer_class(base: type, scheduler: Any) -> type:
     class SLOOutputStreamer(base):  # type: ignore[misc]
         """Adds the SLO report to the output of finished requests."""
 
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
-            worker = worker_of(scheduler)
-            assert worker is not None
-            ledger = worker.ledger
+            ledger = worker_of(scheduler).ledger
             pool = scheduler.pool_stats_observer.get_pool_stats()
             ledger.load(len(scheduler.waiting_queue), pool.get_max_pool_usage())
             return {KEY: [[ledger.close(r)] if r.finished() else [] for r in reqs]}
@@ -85,11 +79,9 @@ def _arrival(state: dict[str, Any], stats: Any) -> dict[str, Any]:
 
 def as_it_is(original: Callable[..., float], time_value: float, *differences: float) -> float:
     """The time in this process, unless the other one may be on another host."""
-    from sglang.srt.runtime_context import get_parallel, get_spec
+    from sglang.srt.runtime_context import get_parallel
 
-    if is_ours(get_spec().speculative_algorithm) and get_parallel().nnodes == 1:
-        return time_value
-    return original(time_value, *differences)
+    return time_value if get_parallel().nnodes == 1 else original(time_value, *differences)
 
 
 def of_all(reports: Sequence[Report | None]) -> Report | None:

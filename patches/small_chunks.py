@@ -12,7 +12,7 @@ from typing import Any
 import h11
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 FREE_CHUNKS = 1024
 LEAST_BYTES = 32
@@ -24,8 +24,7 @@ def register() -> None:
 
 
 def _count_chunks(_: None, protocol: Any, *__: Any, **___: Any) -> None:
-    if is_active():
-        protocol.conn.__class__ = FewChunks
+    protocol.conn.__class__ = FewChunks
 
 
 class FewChunks(h11.Connection):

@@ -28,14 +28,11 @@ Check = Callable[[Any, int], bool]
 
 def register() -> None:
     request = "sglang.srt.managers.schedule_batch.Req"
-    hook(f"{request}._check_str_based_finish", _check, HookType.AROUND)
-    hook(f"{request}.update_finish_state", _count_reasoning, HookType.AFTER)
+    hook(f"{request}._check_str_based_finish", _check, HookType.AROUND, always=True)
+    hook(f"{request}.update_finish_state", _count_reasoning, HookType.AFTER, always=True)
     hook("sglang.srt.session.session_controller.Session.create_req", _continue, HookType.BEFORE)
-    hook("sglang.srt.sampling.sampling_params.get_max_seq_length", _longest, HookType.AROUND)
-
-
-def _longest(original: Callable[[str], int], regex_str: str) -> int:
-    return longest_match(regex_str) if is_active() else original(regex_str)
+    longest = "sglang.srt.sampling.sampling_params.get_max_seq_length"
+    hook(longest, lambda _, expression: longest_match(expression), HookType.AROUND)
 
 
 def longest_match(regex_str: str) -> int:
@@ -45,9 +42,8 @@ def longest_match(regex_str: str) -> int:
 
 def _check(original: Check, self: Any, new_accepted_len: int = 1) -> bool:
     params = self.sampling_params
-    if new_accepted_len < 2 or not (params.stop_strs or params.stop_regex_strs):
-        return original(self, new_accepted_len)
-    if not is_active():
+    stops = params.stop_strs or params.stop_regex_strs
+    if new_accepted_len < 2 or not stops or not is_active():
         return original(self, new_accepted_len)
     return ends_within(original, self, new_accepted_len)
 
@@ -74,5 +70,5 @@ def _count_reasoning(_: None, self: Any, new_accepted_len: int = 1) -> None:
 def _continue(self: Any, req: Any, *_: Any, **__: Any) -> None:
     """``self``: a session; ``req``: its next turn, which names the one before."""
     last = self.req_nodes.get(req.session_params.rid)
-    if last is not None and is_active():
+    if last is not None:
         last.req.output_ids = last.req.output_ids_through_stop

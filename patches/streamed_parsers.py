@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook
 
 
 def register() -> None:
@@ -54,8 +54,6 @@ def _tokens(text: str) -> list[str]:
     """All of ``text`` as one, where the tokenizer cannot say where its tokens begin: a slow one."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
-    if not is_active():
-        return [text]
     tokenizer = get_global_state().tokenizer_manager.tokenizer
     if not getattr(tokenizer, "is_fast", False):
         return [text]

@@ -21,8 +21,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import RequestError
 from adaserve.boundary.prompts import require_few, require_few_scored, require_fitting
-from adaserve.patches import hook, is_active
-from adaserve.patches.boundary import applies
+from adaserve.patches import hook
 
 OF_THE_RENDERER = frozenset(
     (
@@ -53,7 +52,7 @@ def register() -> None:
 
 
 def _guard_tokenizer(_: None, manager: Any) -> None:
-    if applies(manager.server_args) and hasattr(manager.tokenizer, "_encode_plus"):
+    if hasattr(manager.tokenizer, "_encode_plus"):
         guard(manager.tokenizer, None if manager.allow_auto_truncate else manager.model_config.context_len)
 
 
@@ -117,7 +116,7 @@ async def _between_others(
 
 
 def _few_items(self: Any, query: Any = None, items: Any = None, *_: Any, **__: Any) -> None:
-    if applies(self.server_args) and isinstance(items, list):
+    if isinstance(items, list):
         size = len(query or ()) * len(items) + sum(
             len(item) for item in items if isinstance(item, str | list)
         )
@@ -126,8 +125,6 @@ def _few_items(self: Any, query: Any = None, items: Any = None, *_: Any, **__: A
 
 async def _few_questions(original: Callable[..., Awaitable[Any]], encoded: Iterator[Any]) -> Any:
     """Each question is asked about the whole input, which is rendered and tokenized again."""
-    if not is_active():
-        return await original(encoded)
 
     def few() -> Iterator[Any]:
         size = 0
@@ -143,7 +140,7 @@ async def _few_prompts(
     original: Callable[..., Awaitable[Any]], self: Any, adapted: Any, request: Any, raw_request: Any
 ) -> Any:
     manager = self.tokenizer_manager
-    if isinstance(request.prompt, list) and applies(manager.server_args):
+    if isinstance(request.prompt, list):
         try:
             require_few("prompt", request.prompt, manager.model_config.context_len)
         except RequestError as error:

@@ -15,7 +15,6 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
-from adaserve.patches.boundary import applies
 
 
 def register() -> None:
@@ -25,7 +24,7 @@ def register() -> None:
 
 async def _newest_alone(original: Callable[..., Awaitable[None]], self: Any, outputs: Any) -> None:
     await original(self, outputs)
-    if self.incremental_streaming_output or not applies(self.server_args):
+    if self.incremental_streaming_output:
         return
     for rid in outputs.rids:
         if (state := self.rid_to_state.get(rid)) is not None:

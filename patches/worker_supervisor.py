@@ -17,8 +17,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook, is_active
-from adaserve.patches.boundary import applies
+from adaserve.patches import hook
 
 logger = logging.getLogger("adaserve")
 
@@ -29,11 +28,10 @@ def register() -> None:
     hook("sglang.srt.managers.scheduler.Scheduler.handle_shutdown", _not_for_one, HookType.AROUND)
 
 
-def _supervise(server_args: Any, *_: Any, **__: Any) -> None:
+def _supervise(*_: Any, **__: Any) -> None:
     from uvicorn.supervisors.multiprocess import Multiprocess
 
-    if applies(server_args):
-        Multiprocess.handle_quit = _end  # type: ignore[attr-defined]
+    Multiprocess.handle_quit = _end  # type: ignore[attr-defined]
 
 
 def _end(_supervisor: Any) -> None:
@@ -46,5 +44,5 @@ def _end(_supervisor: Any) -> None:
 def _not_for_one(original: Callable[..., None], self: Any, request: Any) -> None:
     from sglang.srt.runtime_context import get_serving
 
-    if not is_active() or get_serving().tokenizer_worker_num == 1:
+    if get_serving().tokenizer_worker_num == 1:
         original(self, request)

@@ -217,6 +217,26 @@ TARGETS = {
 }  # fmt: skip
 """Leading parameters of every hooked function."""
 
+ALWAYS = {
+    "sglang.srt.server_args.ServerArgs.add_cli_args",
+    "sglang.srt.server_args.ServerArgs.from_cli_args",
+    "uvicorn.server.Server.handle_exit",
+    "torch.distributed.new_group",
+    f"{MANAGERS}.utils.GenerationBatchResult.copy_to_cpu",
+    "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+    f"{MANAGERS}.scheduler.get_exception_traceback",
+    "sglang.srt.layers.dual_gemm.DualGemm._select_mode",
+    "sglang.srt.sampling.custom_logit_processor._cache_from_str",
+    f"{MANAGERS}.schedule_batch.Req._check_str_based_finish",
+    f"{MANAGERS}.schedule_batch.Req.update_finish_state",
+    "sglang.srt.sampling.watermarking.core.redact_watermark_secrets",
+    "sglang.srt.sampling.watermarking.core.redact_watermark_command_line",
+    "sglang.srt.utils.auth.decide_request_auth",
+    "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+    "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses",
+}
+"""Those that act on every server (``patches.is_active``), or ask themselves."""
+
 PARAMETERS = {
     "xgrammar.GrammarMatcher.traverse_draft_tree": {
         "retrieve_next_token", "retrieve_next_sibling", "draft_tokens", "token_bitmask",
@@ -334,18 +354,18 @@ MEMBERS = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def targets() -> Iterator[list[str]]:
-    """What the hooks of this version register, without leaving them registered."""
+def hooks() -> Iterator[list[tuple[str, Any, Any]]]:
+    """What this version registers, without leaving it registered: target, function and kind of each hook."""
     from sglang.srt.plugins import hook_registry
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     before, kept = list(patches.targets), HookRegistry.register
     propagate = hook_registry._propagate_patch
-    patches.targets.clear()
-    HookRegistry.register = staticmethod(lambda *_: None)
+    registered: list[tuple[str, Any, Any]] = []
+    HookRegistry.register = staticmethod(lambda *hook: registered.append(hook))
     try:
         patches.apply_all()
-        yield list(patches.targets)
+        yield registered
     finally:
         HookRegistry.register = kept
         hook_registry._propagate_patch = propagate
@@ -367,8 +387,13 @@ def test_every_module_that_hooks_is_applied() -> None:
     assert sorted(hooking) == sorted(chain.from_iterable(patches.MODULES.values()))
 
 
-def test_every_hook_has_its_contract(targets: list[str]) -> None:
-    assert set(targets) <= set(TARGETS), "give each new hook its line in TARGETS"
+def test_every_hook_has_its_contract(hooks: list[tuple[str, Any, Any]]) -> None:
+    assert {target for target, *_ in hooks} <= set(TARGETS), "give each new hook its line in TARGETS"
+
+
+def test_few_hooks_act_on_servers_of_other_algorithms(hooks: list[tuple[str, Any, Any]]) -> None:
+    """A hook that asks whether it should act wraps its function."""
+    assert {target for target, function, _ in hooks if not hasattr(function, "__wrapped__")} <= ALWAYS
 
 
 @pytest.mark.parametrize("path", TARGETS)
@@ -628,9 +653,7 @@ def test_the_time_of_arrival_travels_to_the_scheduler(
 
     from adaserve.patches.slo_responses import _arrival, as_it_is
 
-    spec, parallel = SimpleNamespace(speculative_algorithm=NAME), SimpleNamespace(nnodes=nodes)
-    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(nnodes=nodes))
     convert = functools.partial(as_it_is, times.convert_time_cross_thread)
     monkeypatch.setattr(times, "convert_time_cross_thread", convert)
     sent, received = times.APIServerReqTimeStats(), times.APIServerReqTimeStats()

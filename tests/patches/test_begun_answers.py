@@ -23,8 +23,8 @@ class Begun(SimpleNamespace):
 class Scheduler:
     """SGLang's, which tells of an end either through its output stream or past it."""
 
-    def __init__(self, algorithm: str = "ADASERVE") -> None:
-        self.spec_algorithm, self.told, self.left = algorithm, list[str](), list[tuple[str, bool]]()
+    def __init__(self) -> None:
+        self.told, self.left = list[str](), list[tuple[str, bool]]()
         self.output_streamer = SimpleNamespace(stream_output=lambda *_: self.told.append("stream"))
         early = lambda rid, holds_row: self.left.append((rid, holds_row))  # noqa: E731
         self.draft_worker = SimpleNamespace(ended_early=early)
@@ -33,16 +33,12 @@ class Scheduler:
         self.told.append("abort")
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "retractions", "refused"),
-    [("ADASERVE", 0, True), ("ADASERVE", 1, False), ("EAGLE3", 1, True)],
-)
-def test_an_answer_that_has_begun_is_not_turned_away(algorithm: str, retractions: int, refused: bool) -> None:
+@pytest.mark.parametrize(("retractions", "refused"), [(0, True), (1, False)])
+def test_an_answer_that_has_begun_is_not_turned_away(retractions: int, refused: bool) -> None:
     """The queue is full."""
-    scheduler = SimpleNamespace(spec_algorithm=algorithm)
     request = SimpleNamespace(retraction_count=retractions)
-    assert _refused(lambda *_: True, scheduler, request) is refused
-    assert not _refused(lambda *_: False, scheduler, request)
+    assert _refused(lambda *_: True, None, request) is refused
+    assert not _refused(lambda *_: False, None, request)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +62,10 @@ def test_what_was_said_before_of_its_end_stays() -> None:
     assert scheduler.told == ["stream"] and request.finished_reason.status_code == 400
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "request_"),
-    [("ADASERVE", Begun(output_ids=[])), ("ADASERVE", SimpleNamespace(rid="a")), ("EAGLE3", Begun())],
-)
-def test_of_all_others_the_http_process_is_told(algorithm: str, request_: Any) -> None:
-    """Of those without a token, of one that was never taken in, and on other servers."""
-    scheduler = Scheduler(algorithm)
+@pytest.mark.parametrize("request_", [Begun(output_ids=[]), SimpleNamespace(rid="a")])
+def test_of_all_others_the_http_process_is_told(request_: Any) -> None:
+    """Of those without a token, and of one that was never taken in."""
+    scheduler = Scheduler()
     _ended(scheduler.tell_the_http_process, scheduler, AbortReq(rid="a"), request_)
     assert scheduler.told == ["abort"] and not scheduler.left
     assert getattr(request_, "finished_reason", None) is None

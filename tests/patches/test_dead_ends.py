@@ -12,12 +12,6 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from adaserve.patches import dead_ends
 
 
-@pytest.fixture(autouse=True)
-def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SimpleNamespace(speculative_algorithm="ADASERVE")
-    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
-
-
 class Grammar:
     """Allows some tokens of four."""
 

@@ -22,7 +22,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Makes this process a server; returns what its handlers do."""
 
     def server(algorithm: str | None, status: ServerStatus, workers: int = 1) -> list[Any]:
-        args = SimpleNamespace(speculative_algorithm=algorithm, tokenizer_worker_num=workers)
+        args = SimpleNamespace(tokenizer_worker_num=workers)
         manager = SimpleNamespace(server_args=args, server_status=status)
         state = SimpleNamespace(tokenizer_manager=manager)
         monkeypatch.setattr(http_server, "get_global_state", lambda: state)
@@ -70,6 +70,3 @@ def test_the_first_of_several_processes_ends_at_the_second_signal(serve: Serve) 
     with pytest.raises(SystemExit):
         early_stop._all_exit(signal.SIGINT, supervisor)
     assert done == [ARMED, signal.SIGINT]
-    done = serve(None, ServerStatus.Up, 2)
-    early_stop._all_exit(signal.SIGTERM, supervisor)
-    assert done == []

@@ -14,7 +14,7 @@ from adaserve.patches import gone_clients
 from adaserve.patches.gone_clients import _behind_a_stream, _watch
 
 
-def aborted(*, ended: str = "", background: bool = False, algorithm: str = "ADASERVE") -> list[str]:
+def aborted(*, ended: str = "", background: bool = False) -> list[str]:
     """Of samples a and b, whose client leaves. One that has ``ended`` by then has left its id to another."""
     seen: list[str] = []
     gone = asyncio.Event()
@@ -24,11 +24,7 @@ def aborted(*, ended: str = "", background: bool = False, algorithm: str = "ADAS
         return {"type": "http.disconnect"}
 
     async def serve() -> None:
-        manager = SimpleNamespace(
-            rid_to_state={"a": object(), "b": object()},
-            abort_request=seen.append,
-            server_args=SimpleNamespace(speculative_algorithm=algorithm),
-        )
+        manager = SimpleNamespace(rid_to_state={"a": object(), "b": object()}, abort_request=seen.append)
         request = Request({"type": "http"}, receive)
         for rid in ("a", "b"):
             _watch(None, manager, SimpleNamespace(rid=rid, background=background), request)
@@ -55,10 +51,6 @@ def test_what_runs_in_the_background_goes_on() -> None:
     assert aborted(background=True) == []
 
 
-def test_other_servers_are_left_alone() -> None:
-    assert aborted(algorithm="EAGLE3") == []
-
-
 @pytest.mark.parametrize(
     ("rid", "aborted"),
     [("left", ["left"]), ("over", []), ("another's", []), (["left", "over", "another's"], ["left"])],
@@ -71,7 +63,6 @@ def test_behind_a_stream_nobody_is_aborted_who_has_its_id_by_then(
     manager = SimpleNamespace(
         rid_to_state={"left": object(), "another's": object()},
         abort_request=seen.append,
-        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
     )
     obj = SimpleNamespace(rid=rid, is_single=isinstance(rid, str))
 

@@ -27,13 +27,6 @@ class Backend(XGrammarGrammarBackend):
         return SimpleNamespace(grammar_stats=None, context=context)
 
 
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    spec = SimpleNamespace(speculative_algorithm="ADASERVE")
-    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
-    return Backend()
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "why"),
     [
@@ -47,12 +40,10 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
         ("structural_tag", '{"structures": [{"begin": "", "schema": {}}], "triggers": []}', "it lacks 'end'"),
     ],
 )  # fmt: skip
-def test_the_reason_is_a_line_without_places_in_a_source(
-    backend: Backend, kind: str, text: str, why: str
-) -> None:
-    grammar = _told(Backend._init_value_dispatch, backend, (kind, text), False)
+def test_the_reason_is_a_line_without_places_in_a_source(kind: str, text: str, why: str) -> None:
+    grammar = _told(Backend._init_value_dispatch, Backend(), (kind, text), False)
     assert isinstance(grammar, InvalidGrammarObject) and grammar.error_message == why
 
 
-def test_a_grammar_is_passed_on(backend: Backend) -> None:
-    assert _told(Backend._init_value_dispatch, backend, ("regex", "a"), False).context is not None
+def test_a_grammar_is_passed_on() -> None:
+    assert _told(Backend._init_value_dispatch, Backend(), ("regex", "a"), False).context is not None

@@ -44,8 +44,6 @@ class Backend:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    spec = SimpleNamespace(speculative_algorithm="ADASERVE")
-    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
     monkeypatch.setattr("sglang.srt.runtime_context.get_device", lambda: SimpleNamespace(device="cpu"))
     return Backend()
 

@@ -1,4 +1,4 @@
-"""What is added to SGLang's app and to bodies, and that servers of other algorithms get none of it."""
+"""What is added to SGLang's app and to bodies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adaserve.commands import COULD_NOT
 from adaserve.patches import admin_access, bodies, costly_answers, http_parts
 
 
-def before_run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch, port: int = 0) -> FastAPI:
+def before_run(monkeypatch: pytest.MonkeyPatch, port: int = 0) -> FastAPI:
     app = FastAPI()
     for path in (admin_access.CONTROL_PATH, admin_access.ABORT_PATH, *costly_answers.SERVER_INFO):
         app.add_api_route(path, lambda: None)
@@ -27,13 +27,12 @@ def before_run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch, port: int
     monkeypatch.setattr(http_server, "app", app)
     monkeypatch.delenv(http_parts.APP_PATH, raising=False)
     for _ in range(2):
-        args = SimpleNamespace(speculative_algorithm=algorithm, host="127.0.0.1", port=port)
-        http_parts._before_run(args, None)
+        http_parts._before_run(SimpleNamespace(host="127.0.0.1", port=port), None)
     return app
 
 
 def test_the_page_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = before_run("ADASERVE", monkeypatch)
+    app = before_run(monkeypatch)
     assert [getattr(route, "path", "") for route in app.routes].count("/slo/snapshot.json") == 1
     assert TestClient(app).get("/slo").status_code == 200
     assert TestClient(app).post("/slow_down").status_code == 400
@@ -52,31 +51,14 @@ def test_a_server_whose_port_was_taken_meanwhile_ends_with_one_line(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit, match=f"^{COULD_NOT}$"):
-            before_run("ADASERVE", monkeypatch, port)
-        before_run(None, monkeypatch, port)
+            before_run(monkeypatch, port)
     assert capsys.readouterr().err == f"adaserve: port {port} is in use: choose another with --port\n"
     assert ended == [os.getpid()]
 
 
-@pytest.mark.parametrize("algorithm", [None, "EAGLE"])
-def test_other_servers_have_the_app_that_sglang_made(
-    algorithm: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app = before_run(algorithm, monkeypatch)
-    assert TestClient(app).get("/slo").status_code == 404
-    assert TestClient(app).post("/slow_down").status_code == 404
-    assert app.max_body_size is None and http_parts.APP_PATH not in os.environ
-
-
-@pytest.mark.parametrize(("algorithm", "left"), [("ADASERVE", set()), ("EAGLE", {"n"})])
-def test_null_is_dropped_by_our_servers(
-    algorithm: str, left: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = SimpleNamespace(speculative_algorithm=algorithm)
-    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
-
+def test_null_is_dropped() -> None:
     async def parsed(_: Any) -> dict[str, Any]:
         return {"n": None}
 
     request = SimpleNamespace(scope={"path": "/v1/completions"})
-    assert asyncio.run(bodies._parsed(parsed, request)).keys() == left
+    assert asyncio.run(bodies._parsed(parsed, request)) == {}

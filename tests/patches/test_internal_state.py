@@ -17,7 +17,6 @@ from adaserve.boundary import RequestError
 from adaserve.config import AdaServeConfig
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
-from adaserve.identity import NAME
 from adaserve.patches.internal_state import _change, _told
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
@@ -28,7 +27,7 @@ LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001
 class Server:
     """SGLang's own classes, with our hooks applied; the scheduler's answer goes over its wire."""
 
-    def __init__(self, algorithm: str = NAME, alone: bool = True, learns: bool = False) -> None:
+    def __init__(self, alone: bool = True, learns: bool = False) -> None:
         self.chosen: list[Any] = []
         config, costs, device = AdaServeConfig(), LearnedCosts(LATENCY), SimpleNamespace()
         device.stops_early, device.least_gain = True, 0.05
@@ -40,7 +39,7 @@ class Server:
             prefill=self.pacer,
             number_requests=self.chosen.append,
         )
-        scheduler: Any = SimpleNamespace(spec_algorithm=algorithm, draft_worker=worker)
+        scheduler: Any = SimpleNamespace(draft_worker=worker)
         controller = SchedulerInternalStateController(scheduler, False)
 
         async def ask(request: Any) -> list[Any]:
@@ -48,9 +47,7 @@ class Server:
             return [msgpack_decode(msgpack_encode(output))]
 
         self._manager = SimpleNamespace(
-            server_args=SimpleNamespace(speculative_algorithm=algorithm),
-            auto_create_handle_loop=lambda: None,
-            set_internal_state_communicator=ask,
+            auto_create_handle_loop=lambda: None, set_internal_state_communicator=ask
         )
 
     def change(self, key: str, value: float = 1, **more: float) -> list[bool]:
@@ -110,7 +107,3 @@ def test_what_tensor_parallelism_needs_stays() -> None:
         assert s.refuses(f"adaserve_prefill={mode}", 1, "must prefill alike")
     assert s.change("adaserve_prefill=exclusive") and not s.pacer.paces("priced")
     assert s.change("adaserve_policy=none"), "all ranks are told of that one"
-
-
-def test_other_algorithms_are_left_alone() -> None:
-    assert Server("EAGLE").change("adaserve_policy=none") == [False]

@@ -67,7 +67,7 @@ def test_an_idle_server_holds_no_prompt_back() -> None:
         policies=SimpleNamespace(current=SimpleNamespace(name="priced")),
     )
     scheduler = SimpleNamespace(
-        spec_algorithm="ADASERVE", draft_worker=worker, running_batch=SimpleNamespace(reqs=[]),
+        draft_worker=worker, running_batch=SimpleNamespace(reqs=[]),
         waiting_queue=[], chunked_req=None, load_snapshot_writer=object(), max_running_requests=4,
         chunked_prefill_size=256,
     )  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from adaserve.patches.metric_labels import (
     MAX_CUSTOM,
     MAX_PRIORITIES,
@@ -17,15 +15,14 @@ from adaserve.patches.metric_labels import (
 )
 
 
-@pytest.mark.usefixtures("ours")
 def test_paths_that_nobody_serves_share_a_label() -> None:
     assert _path(("/v1/models/{model:path}", True), None)[0] == "/v1/models/{model:path}"
     assert _path(("/x" * 30_000, False), None)[0] == OTHER_PATHS
 
 
-def counted(field: str, values: list[Any], algorithm: str = "ADASERVE") -> list[Any]:
+def counted(field: str, values: list[Any]) -> list[Any]:
     """By which of these ``values`` SGLang counts the requests that have them."""
-    manager = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=algorithm))
+    manager = SimpleNamespace()
     labels: list[Any] = []
 
     def collect(_: Any, state: Any, *rest: Any) -> None:
@@ -50,11 +47,6 @@ def test_custom_labels_are_few() -> None:
     assert labels[MAX_CUSTOM:] == [None] * (1000 - MAX_CUSTOM) + [said[5], None, None]
 
 
-def test_other_servers_count_as_they_do() -> None:
-    assert counted("priority", [*range(100)], "EAGLE") == [*range(100)]
-
-
-@pytest.mark.usefixtures("ours")
 def test_queues_are_counted_by_few_priorities() -> None:
     collector = SimpleNamespace(_known_priorities=set())
     for first in range(0, 1000, 10):

@@ -30,11 +30,7 @@ from adaserve.patches.boundary import (
 
 def serve_natively(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """``generate``: what answers the requests of ``/generate``."""
-    manager = SimpleNamespace(
-        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
-        incremental_streaming_output=False,
-        generate_request=generate,
-    )
+    manager = SimpleNamespace(incremental_streaming_output=False, generate_request=generate)
     monkeypatch.setattr(http_server, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
 
 
@@ -93,45 +89,25 @@ def test_a_stream_of_openai_that_the_scheduler_refuses_has_the_status(status: in
     async def generate(*_: Any) -> Any:
         yield {"text": "", "meta_info": {"finish_reason": reason}}
 
-    async def original(*_: Any) -> str:
-        return "streamed"
+    async def unreached(*_: Any) -> None:
+        raise AssertionError("it is not streamed")
 
-    def serving(algorithm: str | None) -> Any:
-        args = SimpleNamespace(speculative_algorithm=algorithm)
-        manager = SimpleNamespace(server_args=args, generate_request=generate)
-        return SimpleNamespace(tokenizer_manager=manager, create_error_response=lambda said: (400, said))
-
-    def answer(algorithm: str | None) -> Any:
-        made = GenerateReqInput(text="a", stream=True)
-        try:
-            return asyncio.run(_openai_stream(original, serving(algorithm), made, None, None))
-        except HTTPException as error:
-            return error.status_code, error.detail
-
-    assert answer("ADASERVE") == (status, message)
-    assert answer(None) == "streamed"
+    manager = SimpleNamespace(generate_request=generate)
+    serving = SimpleNamespace(tokenizer_manager=manager, create_error_response=lambda said: (400, said))
+    made = GenerateReqInput(text="a", stream=True)
+    try:
+        told = asyncio.run(_openai_stream(unreached, serving, made, None, None))
+    except HTTPException as error:
+        told = error.status_code, error.detail
+    assert told == (status, message)
 
 
-@pytest.mark.parametrize(("algorithm", "taken"), [("ADASERVE", False), (None, True)])
-def test_a_server_that_stops_takes_no_more_requests(algorithm: str | None, taken: bool) -> None:
-    manager = SimpleNamespace(
-        server_args=SimpleNamespace(speculative_algorithm=algorithm), gracefully_exit=True
-    )
-    asked: list[Any] = []
+def test_a_server_that_stops_takes_no_more_requests() -> None:
+    def unreached(*_: Any) -> Any:
+        raise AssertionError("it is not asked")
 
-    async def original(_: Any, obj: Any, __: Any) -> Any:
-        asked.append(obj)
-        yield {}
-
-    async def first() -> Any:
-        return await anext(_every_request(original, manager, GenerateReqInput(text="a")))
-
-    if taken:
-        assert asyncio.run(first()) == {}
-    else:
-        with pytest.raises(HTTPException, match="503: this server is stopping"):
-            asyncio.run(first())
-    assert bool(asked) == taken
+    with pytest.raises(HTTPException, match="503: this server is stopping"):
+        _every_request(unreached, SimpleNamespace(gracefully_exit=True), GenerateReqInput(text="a"))
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -150,11 +126,7 @@ def test_a_stream_for_ollama_holds_the_whole_text(incremental: bool, route: str)
             text = part if incremental else "".join(parts[: i + 1])
             yield {"text": text, "meta_info": {"finish_reason": reason}}
 
-    manager = SimpleNamespace(
-        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
-        incremental_streaming_output=incremental,
-        generate_request=generate,
-    )
+    manager = SimpleNamespace(incremental_streaming_output=incremental, generate_request=generate)
     original = getattr(OllamaServing, f"_stream_{route}_response")
 
     async def streamed() -> list[dict[str, Any]]:
@@ -184,8 +156,7 @@ def test_ollamas_options_are_refused_by_their_own_names(
         check_request({"text": obj.text, "sampling_params": obj.sampling_params}, Limits(vocab_size=512))
         yield {}
 
-    args = SimpleNamespace(speculative_algorithm="ADASERVE")
-    manager = SimpleNamespace(server_args=args, incremental_streaming_output=False, generate_request=generate)
+    manager = SimpleNamespace(incremental_streaming_output=False, generate_request=generate)
     serving = OllamaServing(manager)
     params = serving._convert_options_to_sampling_params(options)
     _ollama_options(params, serving)
@@ -208,8 +179,6 @@ def test_ollamas_prompt_is_refused_by_its_own_name(prompt: str) -> None:
 
 @pytest.mark.parametrize(("asked", "tokens"), [(-1, None), (-2, None), (7, 7), (-3, -3)])
 def test_ollamas_options_have_their_own_meanings(asked: int, tokens: int | None) -> None:
-    args = SimpleNamespace(speculative_algorithm="ADASERVE")
-    serving = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=args))
     params = {"max_new_tokens": asked, "seed": 5}
-    _ollama_options(params, serving)
+    _ollama_options(params, None)
     assert params == {"max_new_tokens": tokens, "sampling_seed": 5}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,10 +44,9 @@ def test_an_error_gets_the_shape_and_the_names_of_openai() -> None:
     assert json.loads(in_shape(answer, {"max_tokens"}, ()).body) == {"error": error}
 
 
-def serving(algorithm: str | None) -> Any:
+def serving() -> Any:
     made = OpenAIServingResponses.__new__(OpenAIServingResponses)
-    args = SimpleNamespace(speculative_algorithm=algorithm)
-    made.tokenizer_manager = SimpleNamespace(server_args=args)
+    made.tokenizer_manager = SimpleNamespace()
     return made
 
 
@@ -62,11 +60,8 @@ def test_a_response_that_is_not_made_has_the_status_of_its_error(status: int) ->
 
     original, request = OpenAIServingResponses.responses_full_generator, ResponsesRequest(input="a")
     unused: Any = (request, None, fails(), None, "m", None, None)
-    answer = asyncio.run(_responses_status(original, serving("ADASERVE"), *unused, require_reasoning=False))
+    answer = asyncio.run(_responses_status(original, serving(), *unused, require_reasoning=False))
     assert answer.status_code == status and json.loads(answer.body)["error"]["message"] == "late"
-    unused = (request, None, fails(), None, "m", None, None)
-    with pytest.raises(HTTPException):
-        asyncio.run(_responses_status(original, serving(None), *unused, require_reasoning=False))
 
 
 def test_a_response_that_failed_in_the_background_says_why() -> None:
@@ -76,7 +71,7 @@ def test_a_response_that_failed_in_the_background_says_why() -> None:
         raise ValueError("too long")
         yield
 
-    made, request = serving("ADASERVE"), ResponsesRequest(input="a", background=True)
+    made, request = serving(), ResponsesRequest(input="a", background=True)
     kept = SimpleNamespace(status="queued", error=None)
     made.response_store, made.response_store_lock = {request.request_id: kept}, asyncio.Lock()
 
@@ -91,7 +86,7 @@ def test_a_response_that_failed_in_the_background_says_why() -> None:
 
 def test_a_response_that_its_client_cancelled_has_no_error() -> None:
     """SGLang ends its task by what it takes for a client that has gone, and says so."""
-    made, request = serving("ADASERVE"), ResponsesRequest(input="a", background=True)
+    made, request = serving(), ResponsesRequest(input="a", background=True)
     made.tokenizer_manager.abort_request = lambda rid: None
     made.enable_response_store = True
     kept = SimpleNamespace(status="queued", error=None)
@@ -126,19 +121,14 @@ def test_a_response_in_the_background_is_checked_while_it_has_a_status(
 
     monkeypatch.setattr(boundary, "check_fields", refuses)
     http = SimpleNamespace(state=SimpleNamespace())
-    for algorithm, background, refused in (
-        ("ADASERVE", True, True),
-        ("ADASERVE", False, False),
-        (None, True, False),
-    ):
-        with pytest.raises(RequestError) if refused else nullcontext():
-            adapted = SimpleNamespace(background=background)
-            _keep_made(serving(algorithm), "resp_a", "a", adapted, raw_request=http)
+    _keep_made(serving(), "resp_a", "a", SimpleNamespace(background=False), raw_request=http)
+    with pytest.raises(RequestError):
+        _keep_made(serving(), "resp_a", "a", SimpleNamespace(background=True), raw_request=http)
 
 
 def test_input_that_makes_no_chat_is_told_in_a_line() -> None:
     """Pydantic's own words have a line for each type that it tried, and a link to its website."""
-    made = serving("ADASERVE")
+    made = serving()
     made._construct_input_messages = lambda *_, **__: [{"role": "user", "content": 5}]
 
     async def make(self: Any, request: Any, before: Any, **more: Any) -> None:

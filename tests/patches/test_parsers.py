@@ -22,8 +22,6 @@ from adaserve.patches.parsers import _checked, _complete_tools, _limited
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SimpleNamespace(speculative_algorithm="ADASERVE")
-    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
     monkeypatch.setattr(parsers, "PATIENCE_S", 0.05)
 
 

@@ -15,11 +15,9 @@ from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
-from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.config import AdaServeConfig
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.state import RequestState, running_batch
-from adaserve.identity import NAME
 from adaserve.patches import prefill_slack
 from adaserve.patches.served_worker import Load
 from adaserve.scheduler.costs import LearnedCosts
@@ -92,7 +90,6 @@ def pacer(
 def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaserve", **over: Any) -> Any:
     policies = SimpleNamespace(current=SimpleNamespace(name=policy))
     fields: dict[str, Any] = {
-        "spec_algorithm": AdaServeAlgorithm(NAME, lambda _: object),
         "draft_worker": SimpleNamespace(prefill=paced, policies=policies),
         "chunked_req": None, "waiting_queue": waiting, "running_batch": NOBODY, "max_running_requests": 64,
         "chunked_prefill_size": 256, "max_prefill_tokens": 4096, "truncation_align_size": None,
@@ -177,7 +174,6 @@ def test_the_interval_bounds_the_wait() -> None:
 @pytest.mark.parametrize(
     "over",
     [
-        {"spec_algorithm": SimpleNamespace()},
         {"policy_name": "none"},
         {"mode": "exclusive"},
         {"waiting": []},
@@ -185,11 +181,9 @@ def test_the_interval_bounds_the_wait() -> None:
     ],
 )
 def test_left_to_sglang(over: dict[str, Any]) -> None:
-    """Other algorithms, plain decoding, the switch, an empty queue, too little memory."""
+    """Plain decoding, the switch, an empty queue, too little memory."""
     paced = pacer(0.018, AdaServeConfig(prefill=over.get("mode")))
     sched = scheduler(paced, over.get("waiting", [Request("w")]), over.get("policy_name", "adaserve"))
-    if "spec_algorithm" in over:
-        sched.spec_algorithm = over["spec_algorithm"]
     if "started" in over:
         sched.chunked_req = Request("c", over["started"])
     assert step(sched) == 256

@@ -15,10 +15,7 @@ CONTEXT = 8192
 
 
 def check(prompt: int, params: dict[str, Any], **fields: Any) -> None:
-    manager = SimpleNamespace(
-        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
-        model_config=SimpleNamespace(context_len=CONTEXT),
-    )
+    manager = SimpleNamespace(model_config=SimpleNamespace(context_len=CONTEXT))
     unset = {
         "logprob_start_len": -1,
         "top_logprobs_num": 0,

@@ -16,20 +16,9 @@ from adaserve.boundary import RequestError
 from adaserve.patches import response_store
 
 
-def served_by(algorithm: str | None) -> SimpleNamespace:
-    manager = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=algorithm))
-    return SimpleNamespace(tokenizer_manager=manager)
-
-
-def test_other_servers_keep_them_as_they_do() -> None:
-    serving = served_by("EAGLE")
-    response_store._bound(None, serving)
-    assert not hasattr(serving, "response_store")
-
-
 def test_the_ones_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "MOST_CHARACTERS", 1000)
-    serving = served_by("ADASERVE")
+    serving = SimpleNamespace()
     response_store._bound(None, serving)
     responses, messages = serving.response_store, serving.msg_store
     for number in range(6):
@@ -61,11 +50,9 @@ def test_what_is_nested_too_deeply_to_be_measured_is_refused() -> None:
     assert kept == {"resp_0": ["a"]}
 
 
-def with_history(algorithm: str) -> Any:
+def with_history() -> Any:
     """SGLang's, of which only the hooked method is called."""
     made = OpenAIServingResponses.__new__(OpenAIServingResponses)
-    made.tokenizer_manager = served_by(algorithm).tokenizer_manager
-    made.response_store, made.msg_store = {}, {}
     response_store._bound(None, made)
 
     def hooked(self: Any, request: Any) -> Any:
@@ -81,7 +68,7 @@ def test_a_conversation_that_is_dropped_meanwhile_goes_on(
 ) -> None:
     """``elsewhere``: the answer is made in another task, as a stream or in the background."""
     monkeypatch.setattr(response_store, "MOST_CHARACTERS", 1000)
-    serving = with_history("ADASERVE")
+    serving = with_history()
     serving.msg_store["resp_0"], serving.response_store["resp_0"] = ["hello"], "r"
     turn = ResponsesRequest(input=[{"role": "user", "content": "more"}], previous_response_id="resp_0")
 
@@ -101,7 +88,6 @@ def test_a_conversation_that_is_dropped_meanwhile_goes_on(
 
 def test_each_request_has_its_own_conversation() -> None:
     """Requests that a client sends without waiting for answers can share a context."""
-    for algorithm in ("ADASERVE", "EAGLE"):
-        history = with_history(algorithm)._response_input_history
-        said = copy_context().run(lambda read: [read(ResponsesRequest(input=text)) for text in "ab"], history)
-        assert said == [[{"role": "user", "content": text}] for text in "ab"]
+    history = with_history()._response_input_history
+    said = copy_context().run(lambda read: [read(ResponsesRequest(input=text)) for text in "ab"], history)
+    assert said == [[{"role": "user", "content": text}] for text in "ab"]

@@ -116,12 +116,10 @@ def test_a_chat_that_its_template_refuses_is_the_clients_fault(error: Exception,
     assert answer.status_code == status and (status == 500 or str(error) in answer.text)
 
 
-def engine(algorithm: str | None) -> Any:
+def engine() -> Any:
     """An ``sgl.Engine`` whose tokenizer manager could talk to nobody."""
-    manager = TokenizerManager.__new__(TokenizerManager)
-    manager.server_args = SimpleNamespace(speculative_algorithm=algorithm)
     own = Engine.__new__(Engine)
-    own.loop, own.tokenizer_manager = asyncio.new_event_loop(), manager
+    own.loop, own.tokenizer_manager = asyncio.new_event_loop(), TokenizerManager.__new__(TokenizerManager)
     return own
 
 
@@ -138,37 +136,32 @@ def engine(algorithm: str | None) -> Any:
 def test_an_engine_refuses_what_a_server_does(
     name: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, reached = f"/{name}", []
-
-    async def original(*_: Any) -> None:
-        reached.append(name)
-
-    hooked = _wrap_fn(original, routes.refuse_call(path), HookType.BEFORE)
+    path = f"/{name}"
+    hooked = _wrap_fn(getattr(TokenizerManager, name), routes.refuse_call(path), HookType.BEFORE)
     monkeypatch.setattr(TokenizerManager, name, hooked)
     with pytest.raises(ValueError, match=f"^{path} is refused .*: {re.escape(routes.REFUSED[path])}$"):
-        getattr(engine("ADASERVE"), name)(*arguments)
-    assert not reached
-    getattr(engine(None), name)(*arguments)
-    assert reached == [name], "another server's business"
+        getattr(engine(), name)(*arguments)
 
 
 @pytest.mark.parametrize("method", ["save_sharded_model", "save_remote_model", "update_weights_from_disk"])
 def test_an_engine_reaches_no_scheduler_past_that(method: str) -> None:
-    own = Engine.__new__(Engine)
-    own.server_args = SimpleNamespace(speculative_algorithm="ADASERVE")
     with pytest.raises(ValueError, match=f"^{method} is refused .* packed"):
-        routes.refuse_rpc(own, method, path="x")
-    routes.refuse_rpc(own, "flush_cache")
-    own.server_args.speculative_algorithm = None
-    routes.refuse_rpc(own, method, path="x")
+        routes.refuse_rpc(None, method, path="x")
+    routes.refuse_rpc(None, "flush_cache")
 
 
-def test_every_refused_route_is_refused_to_an_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("measured", ["", "1"])
+def test_every_refused_route_is_refused_to_an_engine_too(
+    measured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROFILE_ROUTES_ENV, measured)
     hooked: list[str] = []
     monkeypatch.setattr(routes, "hook", lambda target, *_: hooked.append(target.rpartition(".")[2]))
     routes.register()
     offered = {name for name in vars(Engine) if f"/{name}" in routes.REFUSED}
-    assert "update_weights_from_tensor" in offered <= set(hooked)
+    profiling = {"start_profile", "stop_profile"}
+    assert "update_weights_from_tensor" in offered - profiling <= set(hooked)
+    assert profiling <= offered and bool(profiling & set(hooked)) != bool(measured)
 
 
 def serve_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from adaserve.boundary import RequestError
 from adaserve.patches import scheduler_guard
 
 
-@pytest.mark.usefixtures("ours")
 def test_there_is_a_most_of_open_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_guard, "MAX_SESSIONS", 2)
     sessions = SessionController(tree_cache=None)  # closing would ask the cache; nothing here does
@@ -52,7 +51,7 @@ class Scheduler:
     """Takes every turn of one session into it."""
 
     def __init__(self) -> None:
-        self.spec_algorithm, self.waiting_queue, self.chunked_req = "ADASERVE", [], None
+        self.waiting_queue, self.chunked_req = list[Any](), None
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.turns: dict[str, Any] = {}
         self.session = SimpleNamespace(req_nodes=self.turns, streaming=False)
@@ -117,7 +116,6 @@ TURNS = 3000
 """More than Python calls one inside the other."""
 
 
-@pytest.mark.usefixtures("ours")
 def test_a_long_chain_of_turns_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     drop = _wrap_fn(SessionReqNode.clear, scheduler_guard._drop, HookType.AROUND)
     monkeypatch.setattr(SessionReqNode, "clear", drop)

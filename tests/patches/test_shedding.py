@@ -131,9 +131,6 @@ def test_a_burst_is_judged_a_few_at_a_time(waited_s: float) -> None:
 
 
 def test_an_abort_says_why() -> None:
-    from adaserve.algorithm import AdaServeAlgorithm
-    from adaserve.identity import NAME
-
     request = Request(ttft_s=1.0, waited_s=1e9)
     worker: Any = SimpleNamespace(
         shedder=shedder(2.0),
@@ -141,7 +138,7 @@ def test_an_abort_says_why() -> None:
         prefill=SimpleNamespace(paces=lambda _: True),
     )
     scheduler = SimpleNamespace(
-        spec_algorithm=AdaServeAlgorithm(NAME, lambda _: object), draft_worker=worker, chunked_req=None,
+        draft_worker=worker, chunked_req=None,
         running_batch=SimpleNamespace(reqs=[]), waiting_queue=[request], max_running_requests=4,
         chunked_prefill_size=256,
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from adaserve.boundary.limits import MAX_BATCH
 from adaserve.config import ENV, AdaServeConfig, slo_classes
 from adaserve.patches import slo_requests
 from adaserve.patches.boundary import asks_for_health
-from adaserve.patches.slo_requests import _any_request, _in_background, _keep_priority, _native_request
+from adaserve.patches.slo_requests import _any_request, _native_request, _response
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import WIRE_KEY, RequestSLO
 
@@ -28,14 +27,8 @@ classes:
 """
 
 
-def runs(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SimpleNamespace(speculative_algorithm=algorithm)
-    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
-
-
 @pytest.fixture(autouse=True)
 def classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    runs("ADASERVE", monkeypatch)
     path = tmp_path / "slo.yaml"
     path.write_text(CLASSES)
     monkeypatch.setenv(ENV, AdaServeConfig(slo_config=str(path)).to_json())
@@ -62,13 +55,6 @@ def generate(obj: GenerateReqInput, request: Request) -> Any:
         _any_request(None, obj, request)
 
     return asyncio.run(_native_request(manager, obj, request))
-
-
-def test_other_servers_are_asked_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs("EAGLE", monkeypatch)
-    obj = GenerateReqInput(text="a", sampling_params={"temperature": 0})
-    assert generate(obj, http(x_slo_foo="1")) is None
-    assert obj.sampling_params == {"temperature": 0}
 
 
 def test_headers_are_read_once_for_all_requests_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +136,7 @@ def test_a_response_has_the_priority_of_its_body_or_of_the_hint(body: dict[str, 
     """SGLang reads the body's, 0 where there is none, and drops it."""
     request, obj = http(body, x_dynamo_request_priority="3"), GenerateReqInput(text="a")
     read = body.get("priority", 0)
-    _keep_priority(None, "resp_a", "a", obj, {}, None, raw_request=request, priority=read)
+    _response(None, "resp_a", "a", obj, {}, None, raw_request=request, priority=read)
     _any_request(None, obj, request)
     assert obj.priority == priority
 
@@ -171,7 +157,7 @@ def test_a_priority_hint_fills_sglangs_field_unless_the_request_did() -> None:
 def test_a_response_in_the_background_is_refused_while_it_has_a_status() -> None:
     """SGLang makes it after it has answered with 200."""
     wrong, right = http(x_slo_class="nobody"), http(x_slo_class="chat")
-    _in_background(None, "resp_a", "a", GenerateReqInput(text="a"), raw_request=wrong)
-    _in_background(None, "resp_a", "a", GenerateReqInput(text="a", background=True), raw_request=right)
+    _response(None, "resp_a", "a", GenerateReqInput(text="a"), raw_request=wrong)
+    _response(None, "resp_a", "a", GenerateReqInput(text="a", background=True), raw_request=right)
     with pytest.raises(SLOError, match="unknown SLO class 'nobody'"):
-        _in_background(None, "resp_a", "a", GenerateReqInput(text="a", background=True), raw_request=wrong)
+        _response(None, "resp_a", "a", GenerateReqInput(text="a", background=True), raw_request=wrong)

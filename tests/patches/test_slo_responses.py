@@ -105,12 +105,8 @@ def test_each_answer_of_a_batch_keeps_its_own() -> None:
     assert [one["meta_info"][KEY] for one in ret] == [MET, MISSED]
 
 
-def test_servers_of_other_algorithms_report_nothing() -> None:
-    plain = {"meta_info": {"id": "r"}}
-    (ret,) = watched([plain, dict(plain)])
-    response = SimpleNamespace(metadata={})
-    slo_responses._whole(response, None, None, ret, 0)
-    assert response.metadata == {} and of_all([]) is None
+def test_nothing_is_said_of_answers_that_did_not_finish() -> None:
+    assert whole(None) == whole(None, None) == {"weight_version": "default"} and of_all([]) is None
 
 
 def test_an_error_in_place_of_a_response_stays_as_it_is() -> None:

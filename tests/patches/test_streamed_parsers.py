@@ -68,8 +68,6 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     tokenizer.add_tokens(MARKS)
     state = SimpleNamespace(tokenizer_manager=SimpleNamespace(tokenizer=tokenizer))
     monkeypatch.setattr(http_server, "_global_state", state)
-    spec = SimpleNamespace(speculative_algorithm="ADASERVE")
-    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
     return tokenizer
 
 

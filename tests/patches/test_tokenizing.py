@@ -81,14 +81,12 @@ def test_a_client_says_nothing_about_rendering(guarded: Any) -> None:
 
 
 def test_a_score_makes_so_many_prompts() -> None:
-    manager = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm="ADASERVE"))
-    _few_items(manager, "a" * 1000, ["b"] * 4000)
+    _few_items(None, "a" * 1000, ["b"] * 4000)
     for query, items in (("a" * 10_000_000, ["b"] * 1000), ([5] * 2000, [[6]] * 4000), ("a", ["b"] * 5000)):
         with pytest.raises(RequestError, match="send it in parts"):
-            _few_items(manager, query, items)
+            _few_items(None, query, items)
 
 
-@pytest.mark.usefixtures("ours")
 def test_questions_about_a_long_input_are_few() -> None:
     async def collect(questions: Any) -> list[Any]:
         return list(questions)

@@ -9,14 +9,10 @@ from typing import Any
 from adaserve.patches.unread_streams import _newest_alone
 
 
-def waiting(*, incremental: bool, algorithm: str = "ADASERVE") -> list[int]:
+def waiting(*, incremental: bool) -> list[int]:
     """What waits for a client that has read none of three outputs."""
     state = SimpleNamespace(out_list=[])
-    manager = SimpleNamespace(
-        rid_to_state={"unread": state},
-        incremental_streaming_output=incremental,
-        server_args=SimpleNamespace(speculative_algorithm=algorithm),
-    )
+    manager = SimpleNamespace(rid_to_state={"unread": state}, incremental_streaming_output=incremental)
 
     async def handle(manager: Any, outputs: Any) -> None:
         manager.rid_to_state["unread"].out_list.append(outputs.number)
@@ -36,7 +32,3 @@ def test_the_newest_output_waits() -> None:
 
 def test_parts_that_are_all_needed_wait() -> None:
     assert waiting(incremental=True) == [0, 1, 2]
-
-
-def test_other_servers_are_left_alone() -> None:
-    assert waiting(incremental=False, algorithm="EAGLE3") == [0, 1, 2]

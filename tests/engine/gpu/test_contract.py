@@ -79,8 +79,6 @@ def test_queries_are_read_by_their_strides() -> None:
 
 
 def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from adaserve.algorithm import AdaServeAlgorithm
-    from adaserve.identity import NAME
     from adaserve.patches import kv_sizing
 
     named = SimpleNamespace(architectures=["LlamaForCausalLM"])
@@ -95,8 +93,7 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(f"{SGLANG}.runtime_context.get_parallel", lambda: parallel)
 
     def sized(**over: Any) -> Any:
-        algorithm = AdaServeAlgorithm(NAME, lambda _: object)
-        values = {"is_draft_worker": False, "spec_algorithm": algorithm, "server_args": None,
+        values = {"is_draft_worker": False, "server_args": None,
                   "kv_cache_dtype": torch.bfloat16, "device": "cuda",
                   "model_config": SimpleNamespace(vocab_size=1000)}  # fmt: skip
         configurator = SimpleNamespace(_cell_size=1000, _fixed_overhead_bytes=5)
@@ -112,7 +109,7 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch, tm
     drafts.append("second")
     assert sized()._cell_size == 1000 + 2 * (2 * 16 * 4 * 64 * 2)
     assert sized(device="cpu")._fixed_overhead_bytes == 5
-    assert sized(is_draft_worker=True)._cell_size == sized(spec_algorithm=object())._cell_size == 1000
+    assert sized(is_draft_worker=True)._cell_size == 1000
 
     drafts.clear()  # Medusa heads: a hidden state per token, and weights that SGLang does not load
     (tmp_path / "medusa_lm_head.safetensors").write_bytes(bytes(77))
