@@ -448,7 +448,9 @@ def _name_the_field(original: Callable[[Any], str | None], body: Any) -> str | N
     return wrong
 
 
-def refusal(message: str) -> Any:
-    """HTTP 400 with the reason, as SGLang's own routes write it."""
-    error = {"message": message, "type": "BadRequest", "code": int(HTTPStatus.BAD_REQUEST)}
-    return JSONResponse(status_code=HTTPStatus.BAD_REQUEST, content={"error": error})
+def refusal(
+    message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """The reason, as SGLang's own routes write it."""
+    error = {"message": message, "type": "BadRequest", "code": int(status)}
+    return JSONResponse({"error": error}, status, headers)

@@ -19,10 +19,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve.host import is_measured
 from adaserve.patches import hook, wrap_routes
-from adaserve.patches.routes import App, Message, Receive, Send
 from adaserve.scheduler.fairness import HoldBudget
 
 SERVER_INFO = ("/server_info", "/get_server_info")
@@ -83,7 +83,7 @@ class KeptAnswers:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         read: Callable[[dict[bytes, bytes]], Headers] = lambda _: (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -91,7 +91,7 @@ class KeptAnswers:
         self._budget, self._one_by_one = HoldBudget(SHARE, MOST_S), asyncio.Lock()
         self._kept: dict[Headers, list[Message]] = {}
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
@@ -105,7 +105,7 @@ class KeptAnswers:
         for message in answer:
             await send(message)
 
-    async def _answer(self, scope: Message, start_s: float) -> list[Message]:
+    async def _answer(self, scope: Scope, start_s: float) -> list[Message]:
         answer: list[Message] = []
         _waited.set(waited := list[float]())
 

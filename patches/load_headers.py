@@ -16,10 +16,10 @@ from typing import Any
 
 from fastapi import HTTPException
 from sglang.srt.plugins.hook_registry import HookType
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve.config import AdaServeConfig
 from adaserve.patches import hook
-from adaserve.patches.routes import App, Message, Receive, Send
 from adaserve.patches.shedding import REASON, RETRY_AFTER
 
 ORCA = b"endpoint-load-metrics"
@@ -71,11 +71,11 @@ async def _ended(
 class LoadHeaders:
     """ASGI middleware."""
 
-    def __init__(self, app: App, orca: bool) -> None:
+    def __init__(self, app: ASGIApp, orca: bool) -> None:
         self._app, self._orca = app, orca
         self._answered_s: deque[float] = deque()  # of the last RATE_OVER_S
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

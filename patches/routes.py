@@ -13,13 +13,14 @@ Methods that nobody serves get 405: SGLang would keep each as a label of its met
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
+from http import HTTPStatus
 from traceback import walk_tb
 from typing import Any
 
 from jinja2 import TemplateError
 from sglang.srt.plugins.hook_registry import HookType
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
@@ -98,11 +99,6 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 TWO_LENGTHS = "a request has either Transfer-Encoding or Content-Length: with both it ends in two places"
 """A proxy may have read it to the other end, and take the rest for another client's request (RFC 9112)."""
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
-
 
 def register() -> None:
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
@@ -158,27 +154,23 @@ def _takes_media() -> bool:
 class Routes:
     """ASGI middleware."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app, self._refused = app, refused_routes()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = self._refusal(scope) if scope["type"] == "http" else None
+        await (refused or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
         if {b"transfer-encoding", b"content-length"} <= {name for name, _ in scope["headers"]}:
-            await _answer(send, 400, TWO_LENGTHS, (b"connection", b"close"))
-            return
+            return refusal(TWO_LENGTHS, headers={"connection": "close"})
         if scope["method"] not in METHODS:
-            await _answer(send, 405, f"methods are {', '.join(sorted(METHODS))}")
-            return
+            return refusal(f"methods are {', '.join(sorted(METHODS))}", HTTPStatus.METHOD_NOT_ALLOWED)
         path = route_path(scope).rstrip("/")
         if path == TRANSCRIPTIONS and not _takes_media():
-            await _answer(send, 400, f"{path} is refused: this model takes text only")
-            return
-        if (why := self._refused.get(path)) is not None:
-            await _answer(send, 400, _sentence(path, why))
-            return
-        await self._app(scope, receive, send)
+            return refusal(f"{path} is refused: this model takes text only")
+        why = self._refused.get(path)
+        return None if why is None else refusal(_sentence(path, why))
 
 
 def _render(original: Callable[..., Any], self: Any, request: Any, *rest: Any) -> Any:
@@ -200,10 +192,3 @@ def _is_the_clients(error: Exception) -> bool:
     """One of a kind that always is; a body SGLang's validators choke on; a field no request has."""
     names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
     return isinstance(error, _OF_CLIENTS) or _READER in names or names[-1] == _BUILDER
-
-
-async def _answer(send: Send, status: int, message: str, *more: tuple[bytes, bytes]) -> None:
-    body = json.dumps({"error": {"message": message, "type": "BadRequest", "code": status}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
