@@ -11,7 +11,6 @@ import re
 import re._parser as regex_parser  # type: ignore[import-not-found]
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from graphlib import TopologicalSorter
 from typing import Any
 
@@ -57,9 +56,8 @@ _GROUPS = [
 def json_schema(name: str, value: Any, limits: Limits) -> None:
     """A JSON schema as text: not deep, its references inside itself, each to something that says a value."""
     _json_text(name, value, limits)
-    effort = _effort(limits)
-    if value not in ("", ANY_JSON) and effort.is_new("json_schema", value):
-        _Schema(name, _parse(name, value), effort).check()
+    if value not in ("", ANY_JSON) and limits.effort.is_new("json_schema", value):
+        _Schema(name, _parse(name, value), limits.effort).check()
 
 
 def structural_tag(name: str, value: Any, limits: Limits) -> None:
@@ -70,12 +68,8 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
     """
     if not limits.of_tools:
         _json_text(name, value, limits)
-    if value == "":
+    if value == "" or not limits.effort.is_new("structural_tag", value):
         return
-    effort = _effort(limits)
-    if not effort.is_new("structural_tag", value):
-        return
-    limits = replace(limits, effort=effort)
     root = _parse(name, value)
     if not isinstance(root, dict):
         raise RequestError(f"{name} must be a JSON object, got {shown(root)}")
@@ -92,7 +86,7 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
             count += most if isinstance(most, int) and most > 0 else 1
         for key, item in node.items() if isinstance(node, dict) else enumerate(node):
             if key in ("schema", "json_schema") and isinstance(item, dict):
-                _Schema(f"{name}.{key}", item, effort).check()
+                _Schema(f"{name}.{key}", item, limits.effort).check()
             elif key in expressions and isinstance(item, str):
                 expressions[key](f"{name}.{key}", item, limits)
                 count += 1
@@ -107,9 +101,8 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
 def regex(name: str, value: Any, limits: Limits) -> None:
     """A regular expression that the output matches as a whole."""
     _text(name, value, limits)
-    effort = _effort(limits)
-    if effort.is_new("regex", value):
-        _require_matchable(name, value, effort)
+    if limits.effort.is_new("regex", value):
+        _require_matchable(name, value, limits.effort)
 
 
 def ebnf(name: str, value: Any, limits: Limits) -> None:
@@ -121,14 +114,13 @@ def ebnf(name: str, value: Any, limits: Limits) -> None:
     if limits.of_tools:
         return
     _text(name, value, limits)
-    effort = _effort(limits)
-    if value == "" or not effort.is_new("ebnf", value):
+    if value == "" or not limits.effort.is_new("ebnf", value):
         return
     for depth in (2, 1):
         with suppress(TooLargeError):  # rules that use each other several times grow fast
-            _require_matchable(name, as_regex(name, value, depth), effort)
+            _require_matchable(name, as_regex(name, value, depth), limits.effort)
             return
-    _require_matchable(name, as_regex(name, value, depth=1, lists=True), effort)
+    _require_matchable(name, as_regex(name, value, depth=1, lists=True), limits.effort)
 
 
 def stop_regex(name: str, value: Any, limits: Limits) -> None:
@@ -138,7 +130,7 @@ def stop_regex(name: str, value: Any, limits: Limits) -> None:
     ``(a+)+`` or ``(a|a)*`` exponentially many. So they must be few in all, and end.
     """
     one_or_list(_stop_text, MAX_STOPS)(name, value, limits)
-    if not _effort(limits).is_new("stop_regex", repr(value)):
+    if not limits.effort.is_new("stop_regex", repr(value)):
         return
     ways = 0
 
@@ -203,10 +195,6 @@ def _depth(expression: str) -> int:
                 depth += 1 if found[1] == "(" else -1
                 deepest = max(deepest, depth)
     return deepest
-
-
-def _effort(limits: Limits) -> Effort:
-    return limits.effort or Effort()
 
 
 def _require_matchable(name: str, expression: str, effort: Effort) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from adaserve.boundary.effort import Effort
 
@@ -82,5 +82,5 @@ class Limits:
     """--tokenizer-metrics-allowed-custom-labels: SGLang's metrics have these labels and no others."""
     of_tools: bool = False
     """Whether SGLang made the request's structural tag or EBNF itself, of a chat's tools."""
-    effort: Effort | None = None
-    """For the grammars of the request at hand; None = as much as one has for each of them."""
+    effort: Effort = field(default_factory=Effort)
+    """For the grammars of the request at hand."""
