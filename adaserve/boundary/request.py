@@ -17,7 +17,7 @@ from adaserve.boundary.limits import (
     MAX_TOP_LOGPROBS,
     Limits,
 )
-from adaserve.boundary.sampling import check_sampling, custom_params
+from adaserve.boundary.sampling import check_sampling, custom_params, watermark
 from adaserve.boundary.values import (
     Check,
     absent,
@@ -26,6 +26,7 @@ from adaserve.boundary.values import (
     identifier,
     integer,
     is_integer,
+    known_fields,
     label,
     mapping,
     require_encodable,
@@ -72,13 +73,7 @@ def hidden_states(name: str, value: Any, limits: Limits) -> None:
 
 def session_params(name: str, value: Any, limits: Limits) -> None:
     """Which turn of which session is continued."""
-    mapping(name, value, limits)
-    for key, item in value.items():
-        check = _SESSION.get(key)
-        if check is None:
-            raise RequestError(f"{name} has no field {shown(key)}; it knows {', '.join(_SESSION)}")
-        if item is not None:
-            check(f"{name}.{key}", item, limits)
+    known_fields(name, value, limits, _SESSION)
     if value.get("replace") and not value.get("rid"):
         raise RequestError(f"{name}.replace needs {name}.rid, the turn that is replaced")
 
@@ -91,11 +86,6 @@ def custom_labels(name: str, value: Any, limits: Limits) -> None:
             known = ", ".join(sorted(limits.labels)) or "none (see --tokenizer-metrics-allowed-custom-labels)"
             raise RequestError(f"{name} has no label {shown(key)} on this server; it knows {known}")
         label(f"{name}.{key}", item, limits)
-
-
-def embeds(name: str, value: Any, _: Limits) -> None:
-    """Embeddings in place of tokens: the forward on a CPU and the draft model know tokens only."""
-    raise RequestError(f"{name} is refused: ADASERVE needs tokens, which the draft model reads too")
 
 
 _SESSION: dict[str, Check] = {
@@ -127,7 +117,7 @@ EACH: dict[str, Check] = {
     "bootstrap_pair_key": label,
     "decode_tp_size": integer(1),
     "kv_hints": mapping,
-    "watermark": absent("ADASERVE draws its own noise; text with a watermark is not served"),
+    "watermark": watermark,
 }
 """Fields with one value for the request, or a list with one for each of its prompts."""
 
@@ -136,7 +126,7 @@ OF_MEDIA = (*_MEDIA, "modalities", "mm_hashes", "mm_content_hashes")
 """What a model of text has no use for. SGLang trusts the lengths even of lists that hold nothing."""
 
 WHOLE: dict[str, Check] = {
-    "input_embeds": embeds,
+    "input_embeds": absent("ADASERVE needs tokens, which the draft model reads too"),
     **dict.fromkeys(_MEDIA, media),
     "session_params": session_params,
     "session_id": session_id,

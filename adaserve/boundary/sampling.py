@@ -26,6 +26,7 @@ from adaserve.boundary.values import (
     flag,
     integer,
     is_integer,
+    known_fields,
     mapping,
     number,
     one_or_list,
@@ -33,6 +34,7 @@ from adaserve.boundary.values import (
     token_ids,
 )
 
+watermark = absent("ADASERVE draws its own noise; text with a watermark is not served")
 _bias = number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
@@ -159,24 +161,16 @@ FIELDS: dict[str, Check] = {
     "logit_bias": logit_bias,
     "sampling_seed": integer(INT64_MIN, INT64_MAX),
     "custom_params": custom_params,
-    "watermark": absent("ADASERVE draws its own noise; text with a watermark is not served"),
+    "watermark": watermark,
 }
 """A name that is not here is refused: SGLang's other fields are its own, such as ``is_normalized``."""
 
 
-_NEVER_NULL = {"n"}
-"""SGLang reads it before it puts defaults in the place of null."""
-
-
 def check_sampling(name: str, params: Any, limits: Limits) -> None:
     """Raises RequestError for what ``SamplingParams`` or the scheduler could not take."""
-    mapping(name, params, limits)
-    for key, value in params.items():
-        check = FIELDS.get(key)
-        if check is None:
-            raise RequestError(f"{name} has no field {shown(key)}; it knows {', '.join(FIELDS)}")
-        if value is not None or key in _NEVER_NULL:
-            check(f"{name}.{key}", value, limits)
+    known_fields(name, params, limits, FIELDS)
+    if params.get("n", 1) is None:  # SGLang reads it before it puts defaults in the place of null
+        FIELDS["n"](f"{name}.n", None, limits)
     least, most = params.get("min_new_tokens"), params.get("max_new_tokens")
     if least is not None and most is not None and least > most:
         raise RequestError(f"{name}.min_new_tokens must be at most max_new_tokens ({most}), got {least}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -105,6 +105,17 @@ def mapping(name: str, value: Any, _: Limits) -> None:
     """An object with text keys."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise RequestError(f"{name} must be an object with text keys, got {shown(value)}")
+
+
+def known_fields(name: str, value: Any, limits: Limits, known: Mapping[str, Check]) -> None:
+    """An object of these fields and no others. Null stands for one that is not set."""
+    mapping(name, value, limits)
+    for key, item in value.items():
+        check = known.get(key)
+        if check is None:
+            raise RequestError(f"{name} has no field {shown(key)}; it knows {', '.join(known)}")
+        if item is not None:
+            check(f"{name}.{key}", item, limits)
 
 
 def absent(why: str) -> Check:
