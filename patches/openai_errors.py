@@ -20,8 +20,7 @@ from sglang.srt.entrypoints.anthropic.serving import ERROR_TYPE_MAP
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
-from adaserve.boundary.bodies import told
-from adaserve.boundary.wording import as_sent, not_json, wrong_fields
+from adaserve.boundary.wording import as_sent, cut_short, not_json, wrong_fields
 from adaserve.patches import hook
 
 ANTHROPIC = "/v1/messages"
@@ -53,7 +52,7 @@ def mount(app: Any) -> None:
 
     async def on_wrong(request: Any, error: RequestValidationError) -> Any:
         errors = list(error.errors())
-        response = await wrong(request, RequestValidationError(told(errors)))
+        response = await wrong(request, RequestValidationError(cut_short(errors)))
         sent = error.body if isinstance(error.body, dict) else ()
         how = [request.headers.get(name, "") for name in ("content-type", "content-encoding")]
         message = not_json(errors, error.body, *how) or wrong_fields(errors, error.body)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaserve.boundary.errors import RequestError, shown
+from adaserve.boundary.errors import RequestError
 
 MAX_VALUES = 1 << 16
 """Values in all lists and objects of a body, but for token ids and biases."""
-
-MAX_ERRORS = 8
-"""Of a body that are told."""
 
 _BIASES, _NO_PROMPT = "logit_bias", "tokens"
 
@@ -58,8 +55,3 @@ def _token_fields(path: str) -> set[str]:
     if path == "/v1/score":
         return {"query", "items"}
     return {"input_ids", "prompt"} if path == "/v1/completions" else {"input_ids"}
-
-
-def told(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first errors of a body, with what was wrong cut short."""
-    return [{**e, "input": shown(e["input"])} if "input" in e else e for e in errors[:MAX_ERRORS]]

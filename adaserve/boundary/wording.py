@@ -64,6 +64,11 @@ def wrong_fields(errors: Sequence[dict[str, Any]], body: Any) -> str:
     return "; ".join(told[:MAX_ERRORS]) + ("; and more" if len(told) > MAX_ERRORS else "")
 
 
+def cut_short(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first errors of a body, with what was wrong in a few words."""
+    return [{**e, "input": shown(e["input"])} if "input" in e else e for e in errors[:MAX_ERRORS]]
+
+
 def _of_its_kind(errors: Sequence[dict[str, Any]], body: Any) -> list[dict[str, Any]]:
     """A message, a part of one or a format is tried as every kind of it, and a list of parts also as a text.
     Kinds whose role or type it does not have say only so. Nothing is said of a whole, by these kinds or of

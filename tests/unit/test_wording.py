@@ -10,7 +10,7 @@ from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 
 from adaserve.boundary import Limits, RequestError, check_request
-from adaserve.boundary.wording import MAX_ERRORS, as_sent, not_json, wrong_fields
+from adaserve.boundary.wording import MAX_ERRORS, as_sent, cut_short, not_json, wrong_fields
 
 # ruff: noqa: E501 - tables read better with one case a line
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -142,6 +142,12 @@ def test_a_parameter_of_the_query_is_not_looked_for_in_the_body() -> None:
         "input": "x",
     }
     assert wrong_fields([error], None) == "level of the query: Input should be an integer, got 'x'"
+
+
+def test_errors_are_few_and_short() -> None:
+    errors = [{"loc": ("body",), "msg": "wrong", "input": "x" * 10_000_000}] * 1000
+    assert len(str(cut_short(errors))) < 2000
+    assert cut_short([{"msg": "wrong"}]) == [{"msg": "wrong"}]
 
 
 def test_very_many_errors_are_told_in_a_line() -> None:
