@@ -41,8 +41,7 @@ from adaserve.boundary import (
     check_request,
 )
 from adaserve.boundary.prompts import require_few
-from adaserve.boundary.request import session_id
-from adaserve.boundary.values import integer, token_ids
+from adaserve.boundary.values import identifier, integer, token_ids
 from adaserve.boundary.wording import as_sent, wrong_fields
 from adaserve.patches import hook
 
@@ -178,7 +177,7 @@ def _looks_like_health(rid: Any) -> bool:
 def _check_session_id(self: Any, obj: Any, request: Any = None) -> None:
     """SGLang logs it, and keeps it as long as the session is open."""
     if obj.session_id is not None:
-        session_id("session_id", obj.session_id, _limits(self))
+        identifier("session_id", obj.session_id, _limits(self))
 
 
 def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:

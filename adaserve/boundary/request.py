@@ -10,6 +10,7 @@ from adaserve.boundary.effort import Effort
 from adaserve.boundary.errors import RequestError, shown
 from adaserve.boundary.limits import (
     INT32_MAX,
+    INT64_MAX,
     MAX_BATCH,
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
@@ -34,11 +35,9 @@ from adaserve.boundary.values import (
     token_ids,
 )
 
-_signed = integer(-INT32_MAX - 1, INT32_MAX)
 _lora = absent("LoRA adapters are not served by ADASERVE")
 _internal = absent("it is SGLang's own and not for clients")
 _positions = absent("ADASERVE reads logits at generated positions only")
-session_id = identifier
 
 
 def media(name: str, value: Any, limits: Limits) -> None:
@@ -89,7 +88,7 @@ def custom_labels(name: str, value: Any, limits: Limits) -> None:
 
 
 _SESSION: dict[str, Check] = {
-    "id": session_id,
+    "id": identifier,
     "rid": label,
     "offset": integer(0),
     "replace": flag,
@@ -113,7 +112,7 @@ EACH: dict[str, Check] = {
     "cache_salt": label,
     "bootstrap_host": label,
     "bootstrap_port": integer(0, 65535),
-    "bootstrap_room": integer(0, 2**63 - 1),
+    "bootstrap_room": integer(0, INT64_MAX),
     "bootstrap_pair_key": label,
     "decode_tp_size": integer(1),
     "kv_hints": mapping,
@@ -129,7 +128,7 @@ WHOLE: dict[str, Check] = {
     "input_embeds": absent("ADASERVE needs tokens, which the draft model reads too"),
     **dict.fromkeys(_MEDIA, media),
     "session_params": session_params,
-    "session_id": session_id,
+    "session_id": identifier,
     "stream": flag,
     "log_metrics": flag,
     "no_logs": flag,
@@ -147,7 +146,7 @@ WHOLE: dict[str, Check] = {
     "use_audio_in_video": flag,
     "routed_experts_start_len": integer(0),
     "max_thinking_tokens": integer(0),
-    "priority": _signed,
+    "priority": integer(-INT32_MAX - 1),
     "routed_dp_rank": integer(0),
     "data_parallel_rank": integer(0),
     "disagg_prefill_dp_rank": integer(0),
