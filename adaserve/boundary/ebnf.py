@@ -135,11 +135,13 @@ def _rules(name: str, grammar: str) -> dict[str, Terms]:
         if found is None:
             raise RequestError(f"{name} is not valid EBNF: {grammar[at : at + 20]!r} is not understood")
         at, kind, value = found.end(), str(found.lastgroup), found[0]
+        if kind in ("skip", "defined"):
+            continue
         if kind == "rule":
             terms = rules[value] = []
-        elif terms is None and kind not in ("skip", "defined"):
+        elif terms is None:
             raise RequestError(f'{name} must begin with a rule, as in: root ::= "yes" | "no"')
-        elif terms is not None and kind not in ("skip", "defined"):
+        else:
             terms.append(("name", value) if kind == "name" else ("piece", _piece(kind, value)))
     return rules
 

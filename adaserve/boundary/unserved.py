@@ -59,10 +59,9 @@ def _fields(use: str, *known: str) -> dict[str, str]:
 
 _IMAGES = "use image_url of /v1/chat/completions, with a model that takes images"
 _OPENAI = ("response_format", "regex", "ebnf")
-_CHAT = _fields("use response_format, regex or ebnf", *_OPENAI)
+_CHATS = ("/v1/chat/completions", "/invocations")  # the latter as SageMaker calls it
 _ROUTES = {
-    "/v1/chat/completions": _CHAT,
-    "/invocations": _CHAT,  # as SageMaker calls it
+    **dict.fromkeys(_CHATS, _fields("use response_format, regex or ebnf", *_OPENAI)),
     "/v1/completions": _fields("use response_format, json_schema, regex or ebnf", *_OPENAI, "json_schema"),
     "/v1/responses": _fields("use text.format")
     | dict.fromkeys(("conversation", "prompt"), "send all of the input"),
@@ -84,9 +83,7 @@ _NAMES = {
 _OF_ZERO = {*_LENGTHS, "sampling_seed"}
 """Names with which 0 asks for something: for no token in place of the usual length, or for one seed."""
 _OWN: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
-    **dict.fromkeys(
-        ("/v1/chat/completions", "/invocations"), (("max_tokens", "max_completion_tokens"), _NAMES)
-    ),
+    **dict.fromkeys(_CHATS, (("max_tokens", "max_completion_tokens"), _NAMES)),
     "/v1/completions": (("max_tokens",), _NAMES),
     "/v1/responses": (("max_output_tokens",), {"stop_sequences": "stop"}),
     "/v1/messages": (("max_tokens",), {"stop": "stop_sequences"}),
@@ -96,7 +93,7 @@ _OWN: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
 _HEADERS = ", ".join((HEADER_CLASS, HEADER_TPOT[0], HEADER_TTFT[0], HEADER_SPECULATION, HEADER_LEARN))
 _IN_HEADERS = f"use the headers {_HEADERS}"
 _IN_PARAMS = {
-    **dict.fromkeys(("/v1/chat/completions", "/invocations", "/v1/completions"), "put it into custom_params"),
+    **dict.fromkeys((*_CHATS, "/v1/completions"), "put it into custom_params"),
     "/generate": "put it into custom_params of sampling_params",
 }
 _VERTEX = "/vertex_generate"
@@ -151,7 +148,7 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
         _require_own_names(body, *_OWN[path])
     if path == _VERTEX:
         _require_parameters(body)
-    if path in ("/v1/chat/completions", "/invocations"):
+    if path in _CHATS:
         _require_objects(body.get("response_format"))
     if path == "/api/chat":
         _require_no_images(body.get("messages"))
