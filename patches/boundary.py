@@ -19,8 +19,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import replace
-from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -109,7 +107,7 @@ def _every_request(
     return original(self, obj, request)
 
 
-def _limits(manager: Any) -> Limits:
+def _limits(manager: Any, of_tools: bool = False) -> Limits:
     """What the server of this tokenizer manager can take."""
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_observability
@@ -120,6 +118,7 @@ def _limits(manager: Any) -> Limits:
         takes_media=manager.mm_processor is not None,
         seeded=bool(manager.server_args.enable_deterministic_inference),
         labels=frozenset(get_observability().tokenizer_metrics_allowed_custom_labels or ()),
+        of_tools=of_tools,
     )
 
 
@@ -130,7 +129,7 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
             raise RequestError("this server generates text: embeddings, rewards and classes are not served")
         return
     _logprobs.set([0])
-    limits = replace(_limits(manager), of_tools=_grammar_of_tools(obj, request))
+    limits = _limits(manager, _grammar_of_tools(obj, request))
     check_request(vars(obj), limits)
     require_readable(obj.custom_logit_processor)
     obj.received_time = arrival(obj.received_time, monotonic_time())
@@ -192,7 +191,10 @@ def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:
 def _check_logprobs(obj: Any, prompt: int, context: int) -> None:
     """``obj``: one normalized request of ``prompt`` tokens. Only the scheduler knows what came before them in
     a session, so where the prompt's log probabilities are asked for, prompt and answer fill the context."""
-    start, asked = obj.logprob_start_len, obj.sampling_params.get("max_new_tokens", _usual_tokens())
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    start = obj.logprob_start_len
+    asked = obj.sampling_params.get("max_new_tokens", SamplingParams().max_new_tokens)
     of_prompt = start is not None and start >= 0
     after_others = of_prompt and bool(getattr(obj, "session_params", None))
     if after_others:
@@ -205,15 +207,6 @@ def _check_logprobs(obj: Any, prompt: int, context: int) -> None:
     so_far = _logprobs.get([0])
     so_far[0] += held * (obj.sampling_params.get("n") or 1)
     check_all_logprobs(so_far[0])
-
-
-@cache
-def _usual_tokens() -> int | None:
-    """How many SGLang generates where a request says nothing."""
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    usual: int | None = SamplingParams().max_new_tokens
-    return usual
 
 
 async def start(manager: Any, obj: Any, request: Any) -> None:
