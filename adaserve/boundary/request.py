@@ -122,7 +122,8 @@ EACH: dict[str, Check] = {
 
 _MEDIA = ("image_data", "video_data", "audio_data")
 OF_MEDIA = (*_MEDIA, "modalities", "mm_hashes", "mm_content_hashes")
-"""What a model of text has no use for. SGLang trusts the lengths even of lists that hold nothing."""
+"""What a model of text has no use for. SGLang trusts the lengths even of lists that hold nothing. Those
+that are not ``_MEDIA`` it checks itself."""
 
 WHOLE: dict[str, Check] = {
     "input_embeds": absent("ADASERVE needs tokens, which the draft model reads too"),
@@ -172,9 +173,6 @@ WHOLE: dict[str, Check] = {
 }
 """Fields with one value for the whole request."""
 
-BY_SGLANG = frozenset(OF_MEDIA) - WHOLE.keys()
-"""Fields that SGLang checks itself, or that are dropped for a model of text."""
-
 
 def check_request(fields: Mapping[str, Any], limits: Limits) -> None:
     """Raises RequestError for the first field that SGLang, the worker or a kernel could not take.
@@ -185,7 +183,7 @@ def check_request(fields: Mapping[str, Any], limits: Limits) -> None:
     count = _prompt_count(fields, limits)
     for name, check in EACH.items():
         value = fields.get(name)
-        if isinstance(value, list | tuple) and not (name == "text" and count is None):
+        if isinstance(value, list | tuple):
             if count is None:
                 raise RequestError(f"{name} must be one value for one prompt, got {shown(value)}")
             if len(value) != count:

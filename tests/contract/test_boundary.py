@@ -19,7 +19,7 @@ INTERNAL = {
 
 def test_every_field_of_a_request_is_checked() -> None:
     fields = {field.name for field in dataclasses.fields(GenerateReqInput)}
-    assert fields == {*request.EACH, *request.WHOLE, *request.BY_SGLANG, *PROMPT}
+    assert fields == {*request.EACH, *request.WHOLE, *request.OF_MEDIA, *PROMPT}
 
 
 def test_every_sampling_parameter_is_checked() -> None:
