@@ -21,6 +21,26 @@ from adaserve.patches import routes
 from adaserve.patches.admin_access import _guarded
 
 
+def refused(path: str = "/generate", method: str = "POST", *headers: tuple[bytes, bytes]) -> Any:
+    """How the answer to a request begins that is not passed on; None for one that is."""
+    passed: list[str] = []
+    sent: list[Any] = []
+
+    async def app(scope: Any, *_: Any) -> None:
+        passed.append(scope["path"])
+
+    async def receive() -> Any:
+        raise AssertionError("nobody reads the body")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": list(headers)}
+    asyncio.run(routes.Routes(app)(scope, receive, send))
+    assert passed == ([] if sent else [path])
+    return sent[0] if sent else None
+
+
 @pytest.mark.parametrize(
     ("path", "allowed", "passes"),
     [
@@ -35,68 +55,27 @@ def test_profiles_are_for_those_who_start_the_server(
     path: str, allowed: str, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PROFILE_ROUTES_ENV, allowed)
-    passed, sent = [], []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        passed.append(scope["path"])
-
-    async def send(message: Any) -> None:
-        sent.append(message.get("status"))
-
-    async def receive() -> Any:
-        raise AssertionError("nobody reads the body")
-
-    asyncio.run(
-        routes.Routes(app)({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
-    )
-    assert bool(passed) is passes and (sent[:1] == ([] if passes else [400]))
+    start = refused(path)
+    assert start is None if passes else start["status"] == 400
 
 
 def test_a_request_with_two_lengths_is_refused_and_its_connection_closed() -> None:
-    sent: list[Any] = []
-
-    async def reached(*_: Any) -> None:
-        raise AssertionError("it is not passed on")
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = [(b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
-    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
-    asyncio.run(routes.Routes(reached)(scope, reached, send))
-    assert sent[0]["status"] == 400 and (b"connection", b"close") in sent[0]["headers"]
+    lengths = (b"content-length", b"5"), (b"transfer-encoding", b"chunked")
+    start = refused("/generate", "POST", *lengths)
+    assert start["status"] == 400 and (b"connection", b"close") in start["headers"]
+    assert refused("/generate", "POST", lengths[0]) is None
 
 
 def test_methods_that_nobody_serves_are_refused() -> None:
     """Each would be a label of SGLang's metrics for as long as the server lives."""
-    sent: list[Any] = []
-
-    async def unreached(*_: Any) -> None:
-        raise AssertionError("it is not passed on")
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "ANYTHING", "path": "/generate", "headers": []}
-    asyncio.run(routes.Routes(unreached)(scope, unreached, send))
-    assert sent[0]["status"] == 405
+    assert refused(method="ANYTHING")["status"] == 405
 
 
 def test_a_model_of_text_transcribes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached: list[str] = []
-
-    async def app(scope: Any, *_: Any) -> None:
-        reached.append(scope["path"])
-
-    async def send(message: Any) -> None:
-        reached.append(message.get("status", ""))
-
-    scope = {"type": "http", "method": "POST", "path": routes.TRANSCRIPTIONS, "headers": []}
-    for takes_media, first in ((False, 400), (True, routes.TRANSCRIPTIONS)):
-        monkeypatch.setattr(routes, "_takes_media", lambda takes=takes_media: takes)
-        reached.clear()
-        asyncio.run(routes.Routes(app)(scope, app, send))
-        assert reached[0] == first
+    monkeypatch.setattr(routes, "_takes_media", lambda: False)
+    assert refused(routes.TRANSCRIPTIONS)["status"] == 400
+    monkeypatch.setattr(routes, "_takes_media", lambda: True)
+    assert refused(routes.TRANSCRIPTIONS) is None
 
 
 @pytest.mark.parametrize(
