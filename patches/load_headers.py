@@ -12,12 +12,14 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from fastapi import HTTPException
 from sglang.srt.plugins.hook_registry import HookType
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adaserve.asgi import put_around
 from adaserve.config import AdaServeConfig
 from adaserve.patches import hook
 from adaserve.patches.shedding import REASON, RETRY_AFTER
@@ -45,8 +47,7 @@ def register() -> None:
 
 def mount(app: Any) -> None:
     """Puts the headers around SGLang's app."""
-    build, orca = app.build_middleware_stack, AdaServeConfig.load().orca
-    app.build_middleware_stack = lambda: LoadHeaders(build(), orca)
+    put_around(app, partial(LoadHeaders, orca=AdaServeConfig.load().orca))
 
 
 def _remember(self: Any, obj: Any, request: Any = None) -> None:

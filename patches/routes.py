@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 from sglang.srt.plugins.hook_registry import HookType
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adaserve.asgi import route_path
+from adaserve.asgi import put_around, route_path
 from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV, is_measured
 from adaserve.patches import hook
@@ -140,8 +140,7 @@ def mount(app: Any) -> None:
     app.max_body_size = MAX_BODY_BYTES
     for kind in (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, *_OF_CLIENTS):
         app.add_exception_handler(kind, _unreadable)
-    build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: Routes(build())
+    put_around(app, Routes)
 
 
 def _takes_media() -> bool:

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adaserve.asgi import route_path
+from adaserve.asgi import put_around, route_path
 
 PAGE_PATH = "/slo"
 SNAPSHOT_PATH = "/slo/snapshot.json"
@@ -48,9 +48,7 @@ def mount(app: FastAPI, snapshot: Callable[[Request], Awaitable[dict[str, Any]]]
         return JSONResponse(await snapshot(request), headers={"Cache-Control": "no-store"})
 
     app.add_api_route(SNAPSHOT_PATH, snapshot_json, methods=["GET"], include_in_schema=False)
-    build = app.build_middleware_stack
-    # Authentication may be added later than this, and what is added last would be outermost.
-    app.build_middleware_stack = lambda: _page_before(build())  # type: ignore[method-assign]
+    put_around(app, _page_before)
 
 
 def _page_before(app: ASGIApp) -> ASGIApp:
