@@ -86,6 +86,14 @@ def is_active() -> bool:
     return is_ours(get_spec().speculative_algorithm)
 
 
+def tokenizer_manager() -> Any:
+    """SGLang's, of an HTTP process; None before it is made, and in other processes."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    state = get_global_state()
+    return None if state is None else state.tokenizer_manager
+
+
 MODULES = {
     "while a server starts": (
         "propagation",  # of all of them

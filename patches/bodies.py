@@ -18,7 +18,7 @@ from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.boundary.bodies import drop_nulls, require_few_values
 from adaserve.boundary.unserved import require_served
-from adaserve.patches import hook
+from adaserve.patches import hook, tokenizer_manager
 
 NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"}
 
@@ -45,9 +45,7 @@ async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
 
 def _context() -> int | None:
     """The most tokens of a prompt; None where it is cut to what fits."""
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    state = get_global_state()
-    if state is None or state.tokenizer_manager.allow_auto_truncate:
+    manager = tokenizer_manager()
+    if manager is None or manager.allow_auto_truncate:
         return None
-    return int(state.tokenizer_manager.model_config.context_len)
+    return int(manager.model_config.context_len)

@@ -41,7 +41,7 @@ from adaserve.boundary import (
 from adaserve.boundary.prompts import require_few
 from adaserve.boundary.values import identifier, integer, token_ids
 from adaserve.boundary.wording import as_sent, wrong_fields
-from adaserve.patches import hook
+from adaserve.patches import hook, tokenizer_manager
 
 _FIRST = "_adaserve_started"
 """Where a request object keeps its outputs once they were started ahead of the response."""
@@ -240,13 +240,12 @@ def _raise_refusal(output: Any) -> None:
 
 async def native_response(original: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> Any:
     """``/generate``: a stream's response once its first output is there."""
-    from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.entrypoints.request_headers import apply_header_overrides
     from sglang.srt.environ import envs
 
     if not obj.stream:
         return await original(obj, request)
-    manager = get_global_state().tokenizer_manager
+    manager = tokenizer_manager()
     if envs.SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES.get():
         apply_header_overrides(obj, request.headers)  # SGLang does so later, when the stream has begun
     repeats = _repeats.set(not manager.incremental_streaming_output)
@@ -428,13 +427,11 @@ async def _without_a_traceback(
 
 def _name_the_field(original: Callable[[Any], str | None], body: Any) -> str | None:
     """SGLang's own check of a body says which type it wanted, but not where."""
-    from sglang.srt.entrypoints.http_server import get_global_state
-
     wrong = original(body)
     if wrong is None:
         return None
     try:
-        check_request(body, _limits(get_global_state().tokenizer_manager))
+        check_request(body, _limits(tokenizer_manager()))
     except RequestError as error:
         return str(error)
     return wrong

@@ -18,7 +18,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.launch import stop, stop_cleanly
-from adaserve.patches import hook, is_active
+from adaserve.patches import hook, is_active, tokenizer_manager
 
 
 def register() -> None:
@@ -32,10 +32,8 @@ def register() -> None:
 
 def _manager() -> Any | None:
     """The tokenizer manager of an HTTP process; None where another algorithm runs, or no HTTP server."""
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    state = get_global_state()
-    return None if state is None or not is_active() else state.tokenizer_manager
+    manager = tokenizer_manager()
+    return manager if manager is not None and is_active() else None
 
 
 def _exit(_: Any, sig: int, frame: FrameType | None) -> None:

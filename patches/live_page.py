@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import HTTPException, Request
 
-from adaserve.patches import admin_access
+from adaserve.patches import admin_access, tokenizer_manager
 from adaserve.slo import page
 from adaserve.slo.snapshot import build_snapshot
 
@@ -77,9 +77,7 @@ async def _renew() -> None:
 
 
 async def _make() -> dict[str, Any]:
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    manager = get_global_state().tokenizer_manager
+    manager = tokenizer_manager()
     reports = [state["adaserve"] for state in await manager.get_internal_state()]
     states, first = [r["stats"] for r in reports], reports[0]
     notes = [note for r in reports for note in r["host"]["notes"]]

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve.asgi import put_around
 from adaserve.config import AdaServeConfig
-from adaserve.patches import hook
+from adaserve.patches import hook, tokenizer_manager
 from adaserve.patches.shedding import REASON, RETRY_AFTER
 
 ORCA = b"endpoint-load-metrics"
@@ -109,9 +109,7 @@ def _of_shed(status: int, noted: dict[str, Any]) -> Iterable[tuple[bytes, bytes]
 
 def _of_load(headers: Iterable[tuple[bytes, bytes]], requests_per_s: float) -> Iterable[tuple[bytes, bytes]]:
     """The latest load of the scheduler, as Envoy's ORCA writes it in text or, when asked for, in JSON."""
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    loads = get_global_state().tokenizer_manager.load_snapshot_reader.read_all()
+    loads = tokenizer_manager().load_snapshot_reader.read_all()
     metrics = orca_metrics([load.to_dict({"core", "slo"}) for load in loads], requests_per_s)
     if metrics:
         wanted = dict(headers).get(ORCA_FORMAT, b"").strip().lower()

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from adaserve.asgi import put_around, route_path
 from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV, is_measured
-from adaserve.patches import hook
+from adaserve.patches import hook, tokenizer_manager
 from adaserve.patches.boundary import refusal
 
 MAX_BODY_BYTES = 32 << 20
@@ -144,10 +144,8 @@ def mount(app: Any) -> None:
 
 
 def _takes_media() -> bool:
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    state = get_global_state()
-    return state is not None and state.tokenizer_manager.mm_processor is not None
+    manager = tokenizer_manager()
+    return manager is not None and manager.mm_processor is not None
 
 
 class Routes:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook
+from adaserve.patches import hook, tokenizer_manager
 
 
 def register() -> None:
@@ -52,9 +52,7 @@ def _increment(original: Callable[[Any, str, Any], Any], self: Any, new_text: st
 
 def _tokens(text: str) -> list[str]:
     """All of ``text`` as one, where the tokenizer cannot say where its tokens begin: a slow one."""
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    tokenizer = get_global_state().tokenizer_manager.tokenizer
+    tokenizer = tokenizer_manager().tokenizer
     if not getattr(tokenizer, "is_fast", False):
         return [text]
     return split(tokenizer.backend_tokenizer, text)
