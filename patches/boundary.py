@@ -42,6 +42,7 @@ from adaserve.boundary.prompts import require_few
 from adaserve.boundary.values import identifier, integer, token_ids
 from adaserve.boundary.wording import as_sent, wrong_fields
 from adaserve.patches import hook, tokenizer_manager
+from adaserve.slo.ledger import HEALTH_CHECK
 
 _FIRST = "_adaserve_started"
 """Where a request object keeps its outputs once they were started ahead of the response."""
@@ -136,9 +137,9 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
     if not limits.takes_media:
         for name in OF_MEDIA:
             setattr(obj, name, None)
-    rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
-    if not asks_for_health(request) and any(_looks_like_health(rid) for rid in rids):
-        raise RequestError("rid must not start with HEALTH_CHECK: SGLang's own health checks do")
+    rids = obj.rid if isinstance(obj.rid, list | tuple) else [obj.rid]
+    if not asks_for_health(request) and any(rid and rid.startswith(HEALTH_CHECK) for rid in rids):
+        raise RequestError(f"rid must not start with {HEALTH_CHECK}: SGLang's own health checks do")
 
 
 def require_readable(processors: Any) -> None:
@@ -165,12 +166,6 @@ def arrival(stated: float | None, now: float) -> float:
 def asks_for_health(request: Any) -> bool:
     """Whether a request of SGLang's own comes from a health check, whose other headers mean nothing."""
     return request is not None and route_path(request.scope) in HEALTH_ROUTES
-
-
-def _looks_like_health(rid: Any) -> bool:
-    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-
-    return isinstance(rid, str) and rid.startswith(HEALTH_CHECK_RID_PREFIX)
 
 
 def _check_session_id(self: Any, obj: Any, request: Any = None) -> None:
