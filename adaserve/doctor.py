@@ -181,9 +181,9 @@ def _hidden(names: list[str], on_cpu: bool) -> list[Finding]:
 
 def check_hooks() -> list[Finding]:
     """Registers all hooks, as a server does."""
-    from adaserve import patches
-
     try:
+        from adaserve import patches
+
         if not patches.targets:
             patches.apply_all()
     except Exception as error:  # whatever it is, a server would fail the same way

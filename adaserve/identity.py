@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 NAME = "ADASERVE"
 
 SGLANG_VERSION = "0.5.23"
 """What our hooks fit; ``pyproject.toml`` asks for the same."""
-
-
-def is_ours(algorithm: Any) -> bool:
-    """Whether a speculative algorithm of SGLang's (the object, or its name) is ours."""
-    return getattr(algorithm, "name", algorithm) == NAME
 
 
 @dataclass

@@ -16,9 +16,10 @@ from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
+from sglang.srt import runtime_context
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from adaserve.identity import SGLANG_VERSION, is_ours
+from adaserve.identity import NAME, SGLANG_VERSION
 
 targets: list[str] = []
 """Dotted paths that we hook; the contract tests check their signatures."""
@@ -81,9 +82,7 @@ def is_active() -> bool:
     "while a server starts"), tells nobody its keys (``keys``), and keeps few of the processors that it has
     read (``logit_processors``).
     """
-    from sglang.srt.runtime_context import get_spec
-
-    return is_ours(get_spec().speculative_algorithm)
+    return runtime_context.get_spec().speculative_algorithm == NAME
 
 
 def tokenizer_manager() -> Any:
