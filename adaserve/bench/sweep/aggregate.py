@@ -25,7 +25,7 @@ from adaserve.bench.sweep.intervals import (
     spread_of,
 )
 from adaserve.bench.sweep.plan import Point, SweepError, SweepPlan
-from adaserve.bench.sweep.store import SCHEMA_VERSION, Store
+from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import PLAIN, STOCK, default_policy, is_rival
 from adaserve.slo.metrics import RequestRecord, class_summary
 
@@ -184,11 +184,6 @@ class Results:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.head = store.head()
-        if self.head["schema_version"] != SCHEMA_VERSION:
-            raise SweepError(
-                f"{store.folder} was measured by an older version, without blocks and TTFT SLOs: "
-                "draw it with that version"
-            )
         self.plan = SweepPlan.from_json(self.head["plan"])
         self.lines = store.finished()
         if not self.lines:

@@ -92,7 +92,7 @@ def server_settings(options: Options, store: Store) -> dict[str, dict[str, Any]]
     given = {part: {k: v for k, v in flags.items() if v is not None} for part, flags in every.items()}
     if not store.exists:
         return given
-    stored: dict[str, dict[str, Any]] = {p: store.head()["server_settings"].get(p, {}) for p in every}
+    stored: dict[str, dict[str, Any]] = store.head()["server_settings"]
     for part, flags in given.items():
         for name, value in json.loads(json.dumps(flags)).items():
             if value != stored[part].get(name):

@@ -95,15 +95,15 @@ class Sweep:
         for name, given in (("baseline_ms", self.baseline_ms), ("capacity_rps", self.capacity_rps)):
             if given is not None and given != head.get(name, given):
                 raise SweepError(changed(name.removesuffix("_rps"), f"with {head[name]:g}"))
-        now, begun = describe_host(), head.get("host", {})
+        now, begun = describe_host(), head["host"]
         for name in ("cpu", "usable_cores"):
-            if now[name] != begun.get(name, now[name]):
+            if now[name] != begun[name]:
                 raise SweepError(
                     f"this sweep was started on another host ({name.replace('_', ' ')}: {begun[name]}, here "
                     f"{now[name]}): speeds differ, so give another folder with --out"
                 )
-        deepest = self.spec.config.max_depth
-        if (before := head.get("server", {}).get("max_depth", deepest)) != deepest:
+        deepest, before = self.spec.config.max_depth, head["server"]["max_depth"]
+        if before != deepest:
             raise SweepError(
                 f"trees of this sweep had up to {before} levels, and with these systems all would have up to "
                 f"{deepest}: leave longer chains out, or give another folder with --out"
@@ -162,8 +162,8 @@ class Sweep:
         """Raises SweepError where blocks would have other requests or SLOs than those that were played."""
         finished, points = self.store.finished(), set[Point]()
         for case in self.plan.blocks_in_order():
-            line = finished.get(case.id, {})
-            if "trace_sha256" in line and case.point not in points:
+            line = finished.get(case.id)
+            if line and case.point not in points:
                 points.add(case.point)
                 if self.requests.traffic(case).sha256 != line["trace_sha256"]:
                     raise _other_requests(len(finished))

@@ -47,13 +47,18 @@ class Store:
         (self.work / ".gitignore").write_text("*\n")
 
     def head(self) -> dict[str, Any]:
-        """``sweep.json``. Raises SweepError."""
+        """``sweep.json``. Raises SweepError, also for a folder of an older version."""
         try:
             data: dict[str, Any] = json.loads((self.folder / "sweep.json").read_text(encoding="utf-8"))
         except OSError as error:
             raise SweepError(f"{self.folder} holds no sweep: {error.strerror} (sweep.json)") from error
         except ValueError as error:
             raise SweepError(f"{self.folder}/sweep.json is not JSON: {error}") from error
+        if data.get("schema_version") != SCHEMA_VERSION:
+            raise SweepError(
+                f"{self.folder} was measured by an older version, without blocks and TTFT SLOs: draw it with "
+                "that version, or give another folder with --out"
+            )
         return data
 
     def write_head(self, head: Mapping[str, Any]) -> None:

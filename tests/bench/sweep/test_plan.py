@@ -16,7 +16,7 @@ from adaserve.bench.sweep.plan import (
     SweepError,
     SweepPlan,
 )
-from adaserve.bench.sweep.store import Store, merged
+from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, merged
 from adaserve.bench.sweep.systems import AS_IT_IS, GATED, STOCK, default_policy, family, is_rival, system
 from adaserve.bench.sweep.tuning import setting_of
 from adaserve.server import ServerSpec
@@ -171,7 +171,7 @@ def test_every_trace_of_a_folder_is_a_point(tmp_path: Path) -> None:
     assert plan.trace_of(Point(0.6)) is None is plan.trace_of(Point(0.6, kind="long"))
     begun = Store(tmp_path / "begun")
     begun.create()
-    begun.write_head({"plan": SweepPlan(axes=("peaks",)).to_json()})
+    begun.write_head({"schema_version": SCHEMA_VERSION, "plan": SweepPlan(axes=("peaks",)).to_json()})
     assert plan_of(Options({"traces": plan.traces}), begun).axes == ("peaks", "traces")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SweepError, match="holds no traces"):
@@ -255,7 +255,8 @@ def test_a_sweep_goes_on_with_the_server_that_it_was_begun_with(tmp_path: Path) 
     store = Store(tmp_path / "sweep")
     begun = server_settings(Options({}, server={"size": "12M", "model": None}, config={"budget": 9}), store)
     store.create()
-    store.write_head({"plan": SweepPlan().to_json(), "server_settings": begun})
+    head = {"schema_version": SCHEMA_VERSION, "plan": SweepPlan().to_json()}
+    store.write_head({**head, "server_settings": begun})
     again = server_settings(Options({}, server={"size": None, "model": None}, config={"budget": None}), store)
     assert again == {"server": {"size": "12M"}, "config": {"budget": 9}}
     assert again == server_settings(Options({}, server={"size": "12M"}, config={"budget": 9}), store)

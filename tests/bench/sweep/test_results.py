@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from adaserve.bench.jsonl import write_records
 from adaserve.bench.sweep import claims, figures
 from adaserve.bench.sweep.aggregate import Block, Comparison, Outcome, Results, compare, together
 from adaserve.bench.sweep.claims import BEGIN, END, fill_readme, simulated
+from adaserve.bench.sweep.commands import Options, plan_of
 from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.measure import server_figures, settled
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
@@ -353,11 +355,12 @@ def test_a_block_whose_requests_were_never_sent_has_no_goodput(tmp_path: Path) -
     assert Block.of([request(0, 0.0, "coding", 99.0)]).goodput == 0.0
 
 
-def test_an_older_folder_is_refused(tmp_path: Path) -> None:
+def test_an_older_folder_is_neither_drawn_nor_continued(tmp_path: Path) -> None:
     store = finished_sweep(tmp_path / "s", PLAN, tpot_ms)
     store.write_head({**store.head(), "schema_version": 1})
-    with pytest.raises(SweepError, match="older version"):
-        Results(store)
+    for call in (Results, partial(plan_of, Options({}))):
+        with pytest.raises(SweepError, match="older version"):
+            call(store)
 
 
 def test_only_blocks_that_both_have_are_compared(tmp_path: Path) -> None:
