@@ -175,6 +175,6 @@ def bench_sweep(
         readme=readme,
     )  # fmt: skip
     if plan_only:
-        show_plan(options, console)
+        show_plan(options)
         return
     raise typer.Exit(0 if sweep(options, console) else DOES_NOT_COUNT)

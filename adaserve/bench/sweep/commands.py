@@ -115,16 +115,22 @@ def server_of(settings: Mapping[str, Mapping[str, Any]], plan: SweepPlan) -> Ser
     return ServerSpec(config=config, **server)
 
 
-def sweep(options: Options, console: Console) -> bool:
-    """Runs, then draws; False when cases are left. Raises what ``Sweep.run`` raises."""
-    folder = options.out or new_results_dir(Path("results"), "sweep")
-    store = Store(folder)
+def _prepared(options: Options) -> tuple[Store, SweepPlan, dict[str, dict[str, Any]], ServerSpec]:
+    """Folder, plan, and the server's flags and specification. Raises SweepError, SLOError, TraceError,
+    ConfigError, ServerError where they cannot be meant, before anything starts."""
+    store = Store(options.out or new_results_dir(Path("results"), "sweep"))
     plan, settings = plan_of(options, store), server_settings(options, store)
-    spec = server_of(settings, plan)
-    require_models(spec)
-    for axis in plan.axes:  # what can't be read is said before anything starts
+    for axis in plan.axes:
         for _, point in plan.points(axis):
             load_workload(plan, point)
+    return store, plan, settings, server_of(settings, plan)
+
+
+def sweep(options: Options, console: Console) -> bool:
+    """Runs, then draws; False when cases are left. Raises what ``Sweep.run`` raises."""
+    store, plan, settings, spec = _prepared(options)
+    folder = store.folder
+    require_models(spec)
     spec.models()  # widened now: that has a progress bar of its own
     work = Sweep(
         store,
@@ -193,13 +199,9 @@ def replay(folder: Path, console: Console) -> None:
     print(text)
 
 
-def show_plan(options: Options, console: Console) -> None:
-    """Prints the blocks. Raises SweepError, SLOError, TraceError."""
-    store = Store(options.out or Path("results/none"))
-    plan = plan_of(options, store)
-    for point in {case.point for case in plan.cases()}:
-        load_workload(plan, point)
-    server_of(server_settings(options, store), plan)
+def show_plan(options: Options) -> None:
+    """Prints the blocks. Raises what `_prepared` raises."""
+    _, plan, _, _ = _prepared(options)
     for case in (every := plan.blocks_in_order()):
-        console.print(case.id, highlight=False)
-    console.print(f"{len(every)} blocks, about {minutes_of(plan):.0f} minutes")
+        print(case.id)
+    print(f"{len(every)} blocks, about {minutes_of(plan):.0f} minutes")

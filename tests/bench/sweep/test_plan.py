@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from adaserve.bench.sweep.commands import Options, plan_of, server_of, server_settings, trace_files
 from adaserve.bench.sweep.plan import (
@@ -19,6 +20,7 @@ from adaserve.bench.sweep.plan import (
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, merged
 from adaserve.bench.sweep.systems import AS_IT_IS, GATED, STOCK, default_policy, family, is_rival, system
 from adaserve.bench.sweep.tuning import setting_of
+from adaserve.cli import app
 from adaserve.server import ServerSpec
 
 
@@ -141,6 +143,14 @@ def test_a_family_gets_the_length_that_attained_most_at_the_nearest_load() -> No
     assert played("turbospec+gate", 1.0) == "turbospec+gate" and played("chain-6", 0.3) == "chain-6"
     with pytest.raises(SweepError, match="adaptive-verify"):
         played("adaptive-verify", 0.3)
+
+
+def test_the_plan_is_printed_for_people_and_programs() -> None:
+    done = CliRunner().invoke(app, ["bench", "sweep", "--plan-only", "--quick"])
+    *blocks, summary = done.stdout.splitlines()
+    plan = plan_of(Options({}, quick=True), Store(Path("none")))
+    assert blocks == [case.id for case in plan.blocks_in_order()] and len(blocks) == 2
+    assert summary.startswith("2 blocks, about ")
 
 
 def test_defaults_take_about_an_hour() -> None:
