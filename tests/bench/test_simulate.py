@@ -232,6 +232,8 @@ def test_forecasts_are_compared_with_what_was_delivered() -> None:
     assert "foreseen  nothing: each request ran alone" in alone and "nan" not in alone
     short = simulate_command("forecast --trace synthetic:40:1 --policy none --skip 40")
     assert short.exit_code == 2 and "no request is left" in short.output
+    small = simulate_command("forecast --trace synthetic:40:1 --gpu l40s --tp 1")
+    assert small.exit_code == 2 and "does not fit" in small.output, "its cache is that of the hardware"
 
 
 def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:

@@ -295,9 +295,9 @@ def forecast(
     with _refusing():
         loaded = read_workload(trace, seed)
         loaded = replace(loaded, rows=loaded.rows[:max_requests])
-        latency = Hardware(model, gpu, tp, profile).latency()
+        hardware = Hardware(model, gpu, tp, profile)
         with console.status("simulating"):
-            print(forecast_text(loaded, latency, policy, TextModel(eos_share=eos_share), skip, seed))
+            print(forecast_text(loaded, hardware, policy, TextModel(eos_share=eos_share), skip, seed))
 
 
 @app.command()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.served import served
-from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.forecasts import CLOSE, close_share, predict_requests
 from adaserve.scheduler.simulator.workload import TextModel, make_requests
 from adaserve.slo.classes import SLOConfig
@@ -13,13 +13,15 @@ from adaserve.slo.trace import Trace
 
 
 def forecast_text(
-    trace: Trace, latency: LatencyModel, policy: str, text: TextModel, skip: int, seed: int
+    trace: Trace, hardware: Hardware, policy: str, text: TextModel, skip: int, seed: int
 ) -> str:
     """Serves the trace on one replica as a server does; the first ``skip`` requests are not judged.
 
-    Raises ValueError when none is left or the policy is unknown, SLOError on an unknown class."""
+    Raises ValueError when none is left, the policy is unknown or the model does not fit, SLOError on an
+    unknown class."""
+    latency = hardware.latency()
     requests = make_requests(trace, SLOConfig(), latency.baseline_s(), text, seed)
-    judged = predict_requests(requests, served(policy, latency, seed))[skip:]
+    judged = predict_requests(requests, served(policy, latency, seed, hardware.kv_tokens()))[skip:]
     if not judged:
         raise ValueError(f"no request is left after the first {skip}: skip fewer, or give a longer trace")
     delivered = np.array([r.delivered_s for r in judged])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from adaserve.bench.simulate.hardware import PROFILED_CACHE
 from adaserve.config import MOST_RUNNING, AdaServeConfig
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import build_policy, chain_length, is_slo_aware
@@ -18,7 +17,7 @@ def served(
     policy: str,
     latency: LatencyModel,
     seed: int,
-    kv_tokens: int = PROFILED_CACHE,
+    kv_tokens: int,
     children: ChildSource | None = None,
     slowdown: float = 1.0,
 ) -> SimulationConfig:
