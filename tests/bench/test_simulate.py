@@ -80,6 +80,16 @@ def test_a_chain_is_as_long_as_its_name_says(tmp_path: Path) -> None:
     assert tokens["cut"] < tokens["chain-8"] < tokens["chain-12"]
 
 
+def test_a_file_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is part of a file of records."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "synthetic").mkdir()
+    write_jsonl(synthetic_trace(5, 3.0, 0, PAPER_MIX).rows, "synthetic/morning.jsonl")
+    output_of("run --trace synthetic/morning.jsonl --policy none --out out")
+    (records,) = (tmp_path / "out").glob("requests-*")
+    assert records.name.startswith("requests-morning-")
+
+
 MANY = "".join(
     f" --policy {name}" for name in ("priced", "none", "adaserve", *(f"chain-{k}" for k in "1234"))
 )

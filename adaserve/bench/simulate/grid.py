@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from adaserve.bench.simulate.hardware import Hardware
-from adaserve.bench.simulate.traces import rate_rps, read_workload
+from adaserve.bench.simulate.traces import DRAWN, rate_rps, read_workload
 from adaserve.bench.study import (
     Case,
     Setting,
@@ -133,7 +133,7 @@ def _all_differ(what: str, labels: Iterable[str], remedy: str) -> None:
 
 def _workload(trace: str) -> str:
     """What a trace is called."""
-    return trace if trace.startswith("synthetic") else Path(trace).stem
+    return trace if trace.startswith(DRAWN) else Path(trace).stem
 
 
 def _parts(spec: str) -> tuple[str, str, str]:

@@ -11,11 +11,14 @@ from adaserve.slo.classes import PAPER_MIX
 from adaserve.slo.trace import Trace, TraceError, assign_classes
 from adaserve.slo.trace_formats import read_trace
 
+DRAWN = "synthetic:"
+"""What the name of a trace begins with that is no file."""
+
 
 def read_workload(spec: str, seed: int) -> Trace:
     """A trace file, or ``synthetic:N:RPS[:BURST]`` (BURST: squared coefficient of variation of gaps). Rows
     get the paper's mix where none of them has a class or SLO."""
-    if spec.startswith("synthetic:"):
+    if spec.startswith(DRAWN):
         requests, *rates = _numbers(spec)
         return synthetic_trace(int(requests), rates[0], seed, PAPER_MIX, *rates[1:])
     return _with_classes(read_trace(spec), seed)
@@ -24,7 +27,7 @@ def read_workload(spec: str, seed: int) -> Trace:
 def rate_rps(spec: str, trace: Trace) -> float:
     """Requests per second of what ``read_workload`` gave: the same for every seed, which one drawn trace is
     not."""
-    return _numbers(spec)[1] if spec.startswith("synthetic:") else trace.rps
+    return _numbers(spec)[1] if spec.startswith(DRAWN) else trace.rps
 
 
 def _numbers(spec: str) -> list[float]:
@@ -41,7 +44,7 @@ def _numbers(spec: str) -> list[float]:
 
 def read_recorded(specs: list[str], seed: int) -> Trace:
     """As ``read_workload``, or what several servers recorded, in the order in which requests finished."""
-    if len(specs) == 1 and specs[0].startswith("synthetic:"):
+    if len(specs) == 1 and specs[0].startswith(DRAWN):
         return read_workload(specs[0], seed)
     return _with_classes(Trace.merged(read_trace(path, sort=True) for path in specs), seed)
 
