@@ -21,6 +21,9 @@ from adaserve.scheduler.latency import StepCost, forward_s
 LENGTHS: FloatArray = np.round(64 * 2 ** (np.arange(0, 57) / 4))
 """Lengths among which S_inflection is looked for: 64 tokens to a million, four per doubling."""
 
+SINKS = 4
+"""First tokens of a context that a draft with a window reads as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
@@ -29,12 +32,11 @@ class Drafting:
     name: str
     cost: StepCost  # of the drafting model's forwards; the target's own where it drafts for itself
     acceptance: float  # probability that a drafted token is accepted where all before it were
-    window: int = 0  # recent tokens that a step reads; 0 = all
-    sinks: int = 4  # first tokens that it reads besides a window
+    window: int = 0  # recent tokens that a step reads, besides SINKS; 0 = all
 
     def reads(self, length: float) -> float:
         """Cached tokens of one request that a step reads."""
-        return min(length, self.window + self.sinks) if self.window else length
+        return min(length, self.window + SINKS) if self.window else length
 
 
 @dataclass(frozen=True, slots=True)

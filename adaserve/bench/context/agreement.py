@@ -18,6 +18,7 @@ from adaserve.pair.data import load_tokenizer
 from adaserve.pair.evaluate import noise_of, write
 from adaserve.pair.long import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import load_hf
+from adaserve.scheduler.speedup import SINKS
 from adaserve.sharpening import load_sharpening
 
 
@@ -29,7 +30,6 @@ class TextPlan:
     length: int
     new: int
     temperature: float
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def measure_agreement(
     task = bar.add_task(f"held-out texts of {plan.length} tokens", total=steps)
     for category in CATEGORIES:
         prompts = long_prompts(tokenizer, category, plan.rows, plan.length)
-        written = write(models[True], prompts, plan.new, plan.temperature, seed=plan.seed)
+        written = write(models[True], prompts, plan.new, plan.temperature, seed=0)
         noise = noise_of(written, models[True].shape.vocab)
         bar.advance(task)
         for mode in modes:
-            logits = sparse_logits(models[mode.is_self], written, mode.window, mode.sinks)
+            logits = sparse_logits(models[mode.is_self], written, mode.window, SINKS)
             reading = own if mode.is_self else (scale, spread)
             found[mode.name].append(ranks(logits, written, noise, *reading))
             bar.advance(task)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from adaserve.bench import markdown
-from adaserve.loadgen.figures import color, legend, panels
-from adaserve.scheduler.speedup import Speedup, rises
+from adaserve.files import write_json
+from adaserve.loadgen.figures import color, legend, panels, save
+from adaserve.scheduler.speedup import SINKS, Speedup, rises
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,6 @@ class Mode:
 
     is_self: bool
     window: int  # 0 = all
-    sinks: int = 4
 
     @property
     def name(self) -> str:
@@ -26,7 +27,7 @@ class Mode:
 
     def reads(self, context: int) -> int:
         """Cached tokens of one request that a step reads."""
-        return min(context, self.window + self.sinks) if self.window else context
+        return min(context, self.window + SINKS) if self.window else context
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,7 @@ class Cell:
         return self.requests / self.best.plain_s * self.best.ratio
 
     def record(self) -> dict[str, Any]:
-        derived = {"speedup": self.best.ratio, "tokens_per_s": self.tokens_per_s}
-        return {**asdict(self), **derived}
+        return {**asdict(self), "speedup": self.best.ratio, "tokens_per_s": self.tokens_per_s}
 
 
 def winner(cells: Sequence[Cell]) -> str:
@@ -110,3 +110,13 @@ def figure(cells: Sequence[Cell], title: str) -> Any:
     made.suptitle(title)
     legend(made, axes[0])
     return made
+
+
+def write(
+    folder: Path, name: str, title: str, text: str, cells: Sequence[Cell], more: Mapping[str, Any]
+) -> None:
+    """``NAME.json`` with the cells and ``more``, ``NAME.md`` with ``text``, and ``NAME.png``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{name}.json", {**more, "cells": [cell.record() for cell in cells]})
+    (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    save(figure(cells, title), folder / f"{name}.png")

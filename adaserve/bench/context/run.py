@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreement
-from adaserve.bench.context.report import Cell, Mode, figure, table
+from adaserve.bench.context.report import Cell, Mode, table, write
 from adaserve.bench.kernels import SETS, Shape, in_turns, random_model
 from adaserve.bench.terminal import progress
 from adaserve.engine.cpu import build
@@ -26,8 +26,6 @@ from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Inputs
 from adaserve.engine.trees.attention import TreeAttentionPlan
-from adaserve.files import write_json
-from adaserve.loadgen.figures import save
 from adaserve.loadgen.results import provenance
 from adaserve.pair import shape as pair_shape
 from adaserve.pair.folders import weights_folder
@@ -136,7 +134,7 @@ def best_cells(
     return cells
 
 
-def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
+def run_context(plan: ContextPlan, console: Console) -> None:
     """Measures, prints the table and writes ``<set>.json``, ``.md`` and ``.png`` below ``plan.out``.
 
     Raises BuildError where the kernels cannot be compiled.
@@ -164,14 +162,13 @@ def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
                 points[mode.is_self].append((n * tokens, n * mode.reads(context), n, seconds))
     fitted = {is_target: fit_table(np.array(taken)) for is_target, taken in points.items()}
     _report(plan, made, cells, agreed, _inflections(plan, agreed, fitted), console)
-    return cells
 
 
 def _inflections(plan: ContextPlan, agreed: Mapping[str, Agreement], fitted: dict[bool, TableCost]) -> str:
     """S_inflection of every mode, by the costs that fit what was measured."""
     lines = ["Of chains, by costs that fit these times, from any number of requests to the next:", ""]
     for mode in plan.modes:
-        drafting = Drafting(mode.name, fitted[mode.is_self], agreed[mode.name].share, mode.window, mode.sinks)
+        drafting = Drafting(mode.name, fitted[mode.is_self], agreed[mode.name].share, mode.window)
         length = inflection(fitted[True], drafting, plan.requests, DEEPEST)
         lines.append(
             f"- {mode.name}: {'at no context' if length is None else f'from {length:.0f} tokens on'}"
@@ -193,16 +190,12 @@ def _report(
     say(console, text)
     if plan.out is None:
         return
-    plan.out.mkdir(parents=True, exist_ok=True)
-    record = {
+    more = {
         "made": made, "set": kind, "threads": plan.threads, "storage": plan.storage,
         "rounds": plan.rounds, "text_tokens": plan.text.length, "temperature": plan.text.temperature,
         "agreement": {name: asdict(how) for name, how in agreed.items()},
-        "cells": [cell.record() for cell in cells],
     }  # fmt: skip
-    write_json(plan.out / f"{kind}.json", record)
-    (plan.out / f"{kind}.md").write_text(text + "\n")
-    save(figure(cells, f"Widened embedded pair, {kind}"), plan.out / f"{kind}.png")
+    write(plan.out, kind, f"Widened embedded pair, {kind}", text, cells, more)
 
 
 def _notes(plan: ContextPlan) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from adaserve.bench.context.report import Cell, figure, table
+from adaserve.bench.context.report import Cell, table
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.speedup import Drafting, best, inflection
 
@@ -26,9 +25,6 @@ class Simulated:
         for mode, length in self.inflections.items():
             lines.append(f"- {mode}: {'none' if length is None else f'{length:.0f} tokens'}")
         return "\n\n".join((f"# {self.title}", table(self.cells), "\n".join(lines)))
-
-    def figure(self) -> Any:
-        return figure(self.cells, self.title)
 
 
 def simulate_context(

@@ -331,21 +331,13 @@ def context(
     ] = None,
 ) -> None:
     """Simulate speculation at long contexts by data-sheet costs, for any known model and GPU."""
+    from adaserve.bench.context.report import write
     from adaserve.bench.context.simulated import simulate_context
-    from adaserve.files import write_json
-    from adaserve.loadgen.figures import save
     from adaserve.loadgen.results import command_line
 
     with _refusing():
         found = simulate_context(model, gpu, tp, requests, contexts, window, acceptance, own_acceptance)
     print(found.text)
     if out:
-        out.mkdir(parents=True, exist_ok=True)
-        record = {
-            "command": command_line(),
-            "cells": [cell.record() for cell in found.cells],
-            "inflection_tokens": found.inflections,
-        }
-        write_json(out / "context.json", record)
-        (out / "context.md").write_text(found.text + "\n", encoding="utf-8")
-        save(found.figure(), out / "context.png")
+        more = {"command": command_line(), "inflection_tokens": found.inflections}
+        write(out, "context", found.title, found.text, found.cells, more)
