@@ -202,14 +202,8 @@ def test_traces_keep_names_of_their_own() -> None:
         ("axes", ("load", "depth")),
         ("loads", (0.0,)),
         ("shares", (1.2,)),
-        ("seeds", ()),
-        ("seconds", 0.0),
-        ("at", 0.0),
-        ("blocks", 0),
-        ("lengths", ()),
         ("kinds", ("dreams",)),
         ("axes", ("traces",)),
-        ("max_tokens", -1),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(field: str, value: object) -> None:
