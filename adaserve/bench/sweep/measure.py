@@ -19,14 +19,13 @@ from rich.console import Console
 
 from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.sweep.plan import Case
-from adaserve.bench.sweep.servers import report_of
 from adaserve.host import git_sha
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, TraceSpec
 from adaserve.loadgen.results import iter_records
 from adaserve.server import ServerProcess
 from adaserve.slo.metrics import RequestRecord, class_summary, run_duration_s
-from adaserve.slo.trace import TraceRow
+from adaserve.slo.trace import Trace, TraceRow
 
 SILENCE_S = 45.0
 """A stream that is silent for this long has failed."""
@@ -45,12 +44,15 @@ class Traffic:
 
     path: Path
     rows: tuple[TraceRow, ...]
-    sha256: str
     slo_ms: Mapping[str, float | None]  # TPOT; the rows have it too, and their TTFT SLO
     temperature: float
     seconds: float
     priorities: Mapping[str, int] | None = None  # of SGLang's scheduling; None = requests carry none
     stated_max_tokens: int | None = None  # None = exactly where the answers end
+
+    @property
+    def sha256(self) -> str:
+        return Trace(self.rows).sha256
 
     @property
     def limit_s(self) -> float:
@@ -90,7 +92,7 @@ def run_case(
 
     Raises KeyboardInterrupt, LoadgenError, httpx errors when the server is gone."""
     shutil.rmtree(work, ignore_errors=True)
-    before = report_of(server)
+    before = _report_of(server)
     started, start_s = datetime.now(UTC), time.monotonic()
     others = OtherPrograms()
     with (
@@ -103,7 +105,7 @@ def run_case(
     wall_s = time.monotonic() - start_s
     if not rang:
         refuse_what_ended_early(summary)
-    after = report_of(server)
+    after = _report_of(server)
     answers = settled(list(iter_records(work)), traffic.rows)
     shutil.rmtree(work, ignore_errors=True)
     line = {
@@ -194,6 +196,14 @@ def _kept(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Report = Mapping[str, Any]
+
+
+def _report_of(server: ServerProcess) -> Report | None:
+    """The server's counters; None from SGLang without AdaServe."""
+    try:
+        return server.report()
+    except KeyError:
+        return None
 
 
 def server_figures(before: Report | None, after: Report | None) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from adaserve.bench.sweep.systems import STOCK_PRIORITY
 from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.bench.sweep.workload import Workload, block_of, build_rows, seconds_of_work, with_slos
 from adaserve.slo.classes import SLOConfig
-from adaserve.slo.trace import Trace, TraceRow, write_jsonl
+from adaserve.slo.trace import TraceRow, write_jsonl
 from adaserve.slo.trace_formats import read_trace
 
 _SAMPLE = 300
@@ -102,7 +102,6 @@ class Requests:
         return Traffic(
             path=path,
             rows=rows,
-            sha256=Trace(rows).sha256,
             slo_ms=slo_ms,
             temperature=self.workload.temperature,
             seconds=self.plan.seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -55,11 +55,9 @@ class Sweep:
     capacity_rps: float | None = None
     minutes: float | None = None
     attempts: int = ATTEMPTS
-    patience_s: float = PATIENCE_S
-    head: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.clock = Clock(self.plan.seconds)
+        self.clock, self.patience_s = Clock(self.plan.seconds), PATIENCE_S
 
     def run(self) -> bool:
         """Measures what is missing; True when everything is there. Raises SweepError, ServerError,
@@ -140,7 +138,7 @@ class Sweep:
             self._say("measuring the baseline, the prompts and the capacity of this host")
             server = self.servers.serve(system(PLAIN))
             self._set_up(server)
-            head["latency_model"] = (servers.report_of(server) or {}).get("latency")
+            head["latency_model"] = server.report()["latency"]
         self.requests = self._requests()
         self._check_requests()
         self.store.write_head(head)

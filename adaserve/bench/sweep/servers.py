@@ -121,14 +121,6 @@ class Servers:
             raise
 
 
-def report_of(server: ServerProcess) -> dict[str, Any] | None:
-    """The server's counters; None from SGLang without AdaServe."""
-    try:
-        return server.report()
-    except KeyError:
-        return None
-
-
 def unloaded(
     server: ServerProcess,
     texts: Sequence[str],

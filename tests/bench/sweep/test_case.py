@@ -17,7 +17,7 @@ import pytest
 from adaserve.bench.sweep.measure import Traffic, run_case
 from adaserve.bench.sweep.plan import Case, Point
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.slo.trace import Trace, TraceRow, write_jsonl
+from adaserve.slo.trace import TraceRow, write_jsonl
 from tests.loadgen.fake_server import Fake, running_fake
 
 CASE = Case(Point(0.5), "none", 0)
@@ -43,7 +43,7 @@ def traffic(folder: Path, seconds: float = 1.0) -> Traffic:
     )  # fmt: skip
     path = folder / "schedule.jsonl"
     write_jsonl(rows, path)
-    return Traffic(path, rows, Trace(rows).sha256, slos, 0.7, seconds, {"coding": 0, "chat": 1})
+    return Traffic(path, rows, slos, 0.7, seconds, {"coding": 0, "chat": 1})
 
 
 def test_a_case_is_what_its_clients_saw(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class FakeServers:
 
     def serve(self, wanted: System, _warm_up: object = ()) -> SimpleNamespace:
         self.served.append(wanted.name)
-        return SimpleNamespace(drain=lambda: None)
+        return SimpleNamespace(drain=lambda: None, report=lambda: {"latency": {"form": "x"}})
 
     def pace_ms(self, *_: object) -> float:
         return self.paces_ms.pop(0) if self.paces_ms else 10.0
@@ -243,7 +243,6 @@ def test_what_is_measured_before_the_blocks(world: World, monkeypatch: pytest.Mo
         "unloaded": lambda _, texts: next(singles_ms),
         "prefill_times": lambda *_: ([2.0, 102.0], [t := next(ttfts_ms), t + 50.0]),
         "saturated_rps": lambda _, asks: asked.append(len(asks)) or next(rates),
-        "report_of": lambda _: {"latency": {"form": "x"}},
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(runner.servers, name, fake)
