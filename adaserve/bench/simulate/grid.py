@@ -72,8 +72,8 @@ class Grid:
 
     def prepared(self) -> tuple[list[Case], Setting]:
         """Raises ValueError on what the options cannot mean, OSError."""
-        if not self.loads or min(self.loads) <= 0:
-            raise ValueError("--loads must be one or more numbers above 0")
+        if min(self.loads) <= 0:
+            raise ValueError("--loads must be numbers above 0")
         names = (_parts(spec)[0] for spec in self.policy)
         _all_differ("policies", names, "give one a name, as in NAME=priced:KEY=VALUE")
         _all_differ("traces", map(_workload, self.trace), "rename one of them")

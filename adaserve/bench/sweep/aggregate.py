@@ -26,7 +26,7 @@ from adaserve.bench.sweep.intervals import (
 )
 from adaserve.bench.sweep.plan import Point, SweepError, SweepPlan
 from adaserve.bench.sweep.store import Store
-from adaserve.bench.sweep.systems import PLAIN, STOCK, default_policy, is_rival
+from adaserve.bench.sweep.systems import PLAIN, PUBLISHED, STOCK, default_policy, is_rival
 from adaserve.slo.metrics import RequestRecord, class_summary
 
 OBJECTIVES = ("attained", "met_tpot", "met_ttft")
@@ -216,7 +216,7 @@ class Results:
     def default(self) -> str:
         """The policy that is judged: the server's default, or its substitute in this sweep."""
         measured = {p for _, p in self.outcomes}
-        for name in (default_policy(), "priced", "adaserve"):
+        for name in (default_policy(), PUBLISHED[0]):
             if name in measured:
                 return name
         return next((p for p in sorted(measured) if p not in (PLAIN, STOCK)), PLAIN)

@@ -63,7 +63,7 @@ def draw_all(results: Results, folder: Path) -> dict[str, str]:
     return titles
 
 
-def color_of(policy: str, number: int = 0) -> str:
+def color_of(policy: str, number: int) -> str:
     return _COLORS.get(policy.removesuffix(GATE), color(number))
 
 

@@ -87,7 +87,7 @@ def screened_pool(
             ClassPrompt(name, text, tokens, round(distinct_share(ids), 3))
             for text, (tokens, ids) in zip(candidates, answers, strict=True)
         ]
-        shares[name] = round(sum(p.distinct >= DISTINCT for p in tried) / max(1, len(tried)), 3)
+        shares[name] = round(sum(p.distinct >= DISTINCT for p in tried) / len(tried), 3)
         best = that_loop_least([ids for _, ids in answers], -(-len(tried) // 2))
         kept += [tried[k] for k in best]
     return PromptPool(tuple(kept)), shares

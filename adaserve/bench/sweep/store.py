@@ -23,7 +23,6 @@ FINISHED = frozenset({"ok", "timeout"})
 _UNITED = (
     "axes", "policies", "side_policies", "loads", "shares", "scales", "kinds", "traces", "seeds",
 )  # fmt: skip
-_FREE = (*_UNITED, "check_plain")
 
 
 class Store:
@@ -106,7 +105,7 @@ def merged(stored: SweepPlan, given: Mapping[str, Any]) -> SweepPlan:
         old = getattr(stored, name)
         if name in _UNITED:
             changes[name] = tuple(dict.fromkeys((*old, *value)))
-        elif name not in _FREE and value != old:
+        elif name != "check_plain" and value != old:
             raise SweepError(changed(name, f"with {old}"))
         else:
             changes[name] = value

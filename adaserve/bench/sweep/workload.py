@@ -105,21 +105,22 @@ def build_rows(
         raise SweepError(
             f"{rate_rps:.3g} requests/s for {seconds:g} s give no request: raise --seconds or the load"
         )
-    rows = _sampled(workload, n, seed) if workload.trace else [TraceRow(0.0, 1, 1)] * n
+    trace = workload.trace
+    rows = _sampled(workload, trace, n, seed) if trace else [TraceRow(0.0, 1, 1)] * n
     given = {r.slo_class for r in rows if r.slo_class}
     if not given or point.urgent is not None or not given <= set(workload.names):
         rows = _classified(workload, rows, workload.mix(urgent, point.urgent), seed)
     else:
         rows = list(assign_classes(rows, workload.mix(urgent, None), seed))
-    if workload.trace is None:
+    if trace is None:
         rows = _with_lengths(workload, rows, seed)
-    times = _peaks(rows, workload.names, seconds, seed) if point.peaks else _times(workload, n, seconds, seed)
+    times = _peaks(rows, workload.names, seconds, seed) if point.peaks else _times(trace, n, seconds, seed)
     rng = np.random.default_rng([seed, _PROMPTS])
     placed = sorted(zip(times.tolist(), rows, strict=True), key=lambda pair: pair[0])
     done = []
     for at, row in placed:
         text, tokens = pool.pick(row.slo_class or "", row.prompt_tokens, rng)
-        done.append(replace(row, arrival_s=round(at, 6), text=text, prompt_tokens=tokens, prompt_id=None))
+        done.append(replace(row, arrival_s=round(at, 6), text=text, prompt_tokens=tokens))
     if point.kind is not None and point.kind in KINDS:
         done = KINDS[point.kind](done, np.random.default_rng([seed, _KINDS]))
     return tuple(done)
@@ -164,17 +165,14 @@ def seconds_of_work(rows: Sequence[TraceRow], prefill: PrefillTime, token_s: flo
     return prefill.ms(float(np.mean(read))) / 1e3 + output * token_s
 
 
-def _window(workload: Workload, n: int, seed: int) -> npt.NDArray[np.int64]:
+def _window(trace: Trace, n: int, seed: int) -> npt.NDArray[np.int64]:
     """Indices of n consecutive rows of the trace; each seed gets other rows while there are enough."""
-    assert workload.trace is not None
-    total = len(workload.trace.rows)
-    return (seed * n + np.arange(n)) % total
+    return (seed * n + np.arange(n)) % len(trace)
 
 
-def _sampled(workload: Workload, n: int, seed: int) -> list[TraceRow]:
+def _sampled(workload: Workload, trace: Trace, n: int, seed: int) -> list[TraceRow]:
     """Rows of the trace with lengths that fit; SLOs and sessions of the file are left out."""
-    assert workload.trace is not None
-    rows = [workload.trace.rows[int(k)] for k in _window(workload, n, seed)]
+    rows = [trace.rows[int(k)] for k in _window(trace, n, seed)]
     prompts, outputs = workload.scaled([r.prompt_tokens for r in rows], [r.output_tokens for r in rows])
     return [
         TraceRow(0.0, p, o, slo_class=r.slo_class) for r, p, o in zip(rows, prompts, outputs, strict=True)
@@ -206,19 +204,18 @@ def _with_lengths(workload: Workload, rows: Sequence[TraceRow], seed: int) -> li
     return result
 
 
-def _times(workload: Workload, n: int, seconds: float, seed: int) -> FloatArray:
+def _times(trace: Trace | None, n: int, seconds: float, seed: int) -> FloatArray:
     """Exactly n arrivals in [0, seconds): those of a Poisson process given their number, or the trace's
     own gaps stretched evenly."""
-    if workload.trace is None:
+    if trace is None:
         gaps = np.random.default_rng([seed, _ARRIVALS]).exponential(size=n + 1)
     else:
-        at = np.array([r.arrival_s for r in workload.trace.rows])
+        at = np.array([r.arrival_s for r in trace.rows])
         mean = float(at[-1] - at[0]) / max(1, len(at) - 1) or 1.0
         # The gap before row 0 is unknown: a mean one closes the ring.
         ring = np.concatenate([[mean], np.diff(at)])
-        gaps = np.append(ring[_window(workload, n, seed)], mean)
-    end = float(gaps.sum()) or 1.0
-    return np.cumsum(gaps[:-1]) / end * seconds
+        gaps = np.append(ring[_window(trace, n, seed)], mean)
+    return np.cumsum(gaps[:-1]) / gaps.sum() * seconds
 
 
 def _peaks(rows: Sequence[TraceRow], names: Sequence[str], seconds: float, seed: int) -> FloatArray:
