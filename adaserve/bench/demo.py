@@ -43,8 +43,8 @@ def run_demo(
     folder: Path,
     console: Console,
     *,
-    repetition: bool = False,
-) -> dict[str, Any]:
+    repetition: bool,
+) -> None:
     """Runs everything, prints the table, writes ``folder``. Raises ServerError, LoadgenError.
 
     ``repetition``: prompts whose answers repeat what the text says, and drafts from that text as well.
@@ -71,7 +71,6 @@ def run_demo(
     _show(summaries, folder)
     page = write_report([read_run(folder / name) for name in summaries], folder, png=False)
     say(console, f"requests and summaries: {folder}\nreport: {page}")
-    return summaries
 
 
 def _introduce(console: Console, seconds: float, policy: str) -> None:

@@ -17,7 +17,7 @@ LEAST = 16
 """Prompts that are used even if their outputs loop."""
 
 
-def held_out(seed: int = 0) -> list[str]:
+def held_out(seed: int) -> list[str]:
     """Held-out code and prose of 30 to 300 tokens, shuffled."""
     texts = [p.text for p in load_prompts() if p.category != "summarization" and 30 <= p.tokens <= 300]
     random.Random(seed).shuffle(texts)

@@ -86,7 +86,7 @@ OF_CLASS = {"coding": "edits", "chat": "turns", "summarization": "templates"}
 """Class -> the kind that its requests are of, where all of a load test repeats itself."""
 
 
-def repetitive(kinds: Sequence[str] = tuple(KINDS), count: int = 128, seed: int = 0) -> list[Ask]:
+def repetitive(kinds: Sequence[str], count: int, seed: int = 0) -> list[Ask]:
     """``count`` requests, the kinds in turn; the same ``seed`` gives the same. Kinds: keys of ``KINDS``."""
     rng = random.Random(seed)
     code = [p for p in load_prompts("coding") if p.tokens >= 100]

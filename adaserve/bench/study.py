@@ -101,7 +101,7 @@ def run_grid(
     setting: Setting,
     out: Path | None,
     progress: Callable[[int, Case], None],
-    keep_records: bool = True,
+    keep_records: bool,
 ) -> list[Row]:
     """Runs all cases one after the other; with ``out``, appends to ``runs.jsonl`` and skips what it holds.
 

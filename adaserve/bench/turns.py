@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 import shutil
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,10 +48,10 @@ class Slice:
 
 
 def cut(at_s: Sequence[float], seconds: float) -> list[Slice]:
-    """An even number of equal slices of about TURN_S; those without a request are left out."""
+    """An even number of equal slices of about TURN_S, by arrivals in order; those without one are left out."""
     count = max(2, 2 * round(seconds / TURN_S / 2))
     length_s = seconds / count
-    bounds = [sum(t < k * length_s for t in at_s) for k in range(count + 1)]
+    bounds = [bisect_left(at_s, k * length_s) for k in range(count + 1)]
     found = [Slice(k * length_s, length_s, bounds[k], bounds[k + 1]) for k in range(count)]
     return [s for s in found if s.first < s.last]
 

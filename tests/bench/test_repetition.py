@@ -14,8 +14,8 @@ from adaserve.loadgen.schedule import build_schedule
 
 
 def test_the_same_seed_gives_the_same_requests_in_turn_of_kinds() -> None:
-    asks = repetitive(count=12, seed=3)
-    assert asks == repetitive(count=12, seed=3) != repetitive(count=12, seed=4)
+    asks = repetitive(tuple(KINDS), 12, seed=3)
+    assert asks == repetitive(tuple(KINDS), 12, seed=3) != repetitive(tuple(KINDS), 12, seed=4)
     assert [ask.json_schema is not None for ask in asks] == [kind == "json" for kind in list(KINDS) * 3]
     assert len({ask.prompt for ask in asks}) == 12
 
