@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -26,30 +26,15 @@ from adaserve.engine.cpu.params import Inputs, LayerWeights, ModelConfig, ModelW
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
+from adaserve.pair.model import rope
+from adaserve.pair.shape import NORM_EPS, TARGET, Shape
+from adaserve.pair.widen import Width, widened_shape
 from adaserve.terminal import say
 
 SETS = {4: "baseline", 8: "avx2", 16: "avx512"}
 """Lanes of the kernels' vectors -> the instruction set on x86."""
 NEW, OLD = "new", "old"
 Key = TypeVar("Key")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The widened embedded target unless told otherwise."""
-
-    hidden: int = 256
-    intermediate: int = 21_000
-    layers: int = 6
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    vocab: int = 4096
-    positions: int = 65_536
-
-    def kv_bytes(self, context: int) -> int:
-        """Of the fp32 keys and values of that many tokens."""
-        return 2 * 4 * self.layers * self.kv_heads * self.head_dim * context
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,7 @@ Times = dict[str, list[float]]
 """Kernels -> seconds of every round."""
 
 
-def random_model(shape: Shape) -> tuple[ModelWeights, ModelConfig]:
+def random_model(shape: Shape, positions: int) -> tuple[ModelWeights, ModelConfig]:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(*size: int) -> torch.Tensor:
@@ -79,31 +64,36 @@ def random_model(shape: Shape) -> tuple[ModelWeights, ModelConfig]:
     layer = LayerWeights(
         norm, matrix(qkv_rows, shape.hidden), None, None, None,
         matrix(shape.hidden, shape.heads * shape.head_dim), None, norm,
-        matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate),
+        matrix(2 * shape.mlp, shape.hidden), matrix(shape.hidden, shape.mlp),
     )  # fmt: skip
     embed = matrix(shape.vocab, shape.hidden)
-    angles = torch.arange(shape.positions)[:, None] * 1e4 ** (-torch.arange(0, 1, 2 / shape.head_dim))
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     config = ModelConfig(
-        shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim,
-        shape.vocab, 1e-5,
+        shape.hidden, shape.mlp, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim,
+        shape.vocab, NORM_EPS,
     )  # fmt: skip
+    cos_sin = torch.cat(rope(positions, shape), -1)
     # Each packed layer is memory of its own: sharing the source tensors changes nothing.
     return ModelWeights(embed, (layer,) * shape.layers, norm, embed, cos_sin), config
 
 
+def forward_inputs(requests: int, tokens: int, context: int, read: int, vocab: int) -> Inputs:
+    """``tokens`` new ones of each request, which read the last ``read`` of its ``context`` cached ones. A
+    request's slots follow each other, as in a fresh server, and requests lie side by side."""
+    first = torch.arange(requests)[:, None] * (context + tokens)
+    own = first + torch.arange(context, context + tokens)
+    keys = torch.cat((first + torch.arange(context - read, context), own), dim=1)
+    rows = torch.arange(requests + 1, dtype=torch.int32)
+    plan = TreeAttentionPlan(rows * tokens, rows * (read + tokens), keys.flatten().int())
+    positions = torch.arange(context, context + tokens).repeat(requests)
+    return Inputs(torch.arange(requests * tokens) % vocab, positions, own.flatten(), plan)
+
+
 def forward_calls(kernels: Kernels, shape: Shape, case: Case) -> dict[str, Callable[[], object]]:
-    """A forward of that case by each set of kernels, over a pool whose slots follow each other as in a fresh
-    server."""
-    kv = case.context + case.tokens
+    """A forward of that case by each set of kernels."""
     generator = torch.Generator().manual_seed(1)
-    size = (kv, shape.kv_heads, shape.head_dim)
+    size = (case.context + case.tokens, shape.kv_heads, shape.head_dim)
     k, v = ([torch.randn(size, generator=generator) for _ in range(shape.layers)] for _ in range(2))
-    slots = torch.arange(kv, dtype=torch.int32)
-    queries = torch.tensor([0, case.tokens], dtype=torch.int32)
-    plan = TreeAttentionPlan(queries, torch.tensor([0, kv], dtype=torch.int32), slots)
-    ids, positions = torch.arange(case.tokens) % shape.vocab, torch.arange(case.context, kv)
-    inputs = Inputs(ids, positions, positions, plan)
+    inputs = forward_inputs(1, case.tokens, case.context, case.context, shape.vocab)
     return {name: partial(backend.forward, inputs, k, v) for name, backend in kernels.items()}
 
 
@@ -163,8 +153,8 @@ def _row(case: Case, taken: Times) -> Row:
     return Row(case, {name: 1e3 * statistics.median(s) for name, s in taken.items()}, ratio)
 
 
-def _compiled(plan: KernelPlan, shape: Shape, storage: Storage) -> Kernels:
-    weights, config = random_model(shape)
+def _compiled(plan: KernelPlan, shape: Shape, storage: Storage, positions: int) -> Kernels:
+    weights, config = random_model(shape, positions)
     sources = {NEW: build.SOURCES} | ({OLD: plan.against} if plan.against else {})
     built = {name: build.build(*plan.flags, sources=path) for name, path in sources.items()}
     return {
@@ -176,7 +166,8 @@ def _compiled(plan: KernelPlan, shape: Shape, storage: Storage) -> Kernels:
 def _measure(
     plan: KernelPlan, shape: Shape, storage: Storage, cases: Sequence[Case], console: Console
 ) -> list[Row]:
-    kernels = _compiled(plan, shape, storage)
+    positions = max(case.context + case.tokens for case in cases)
+    kernels = _compiled(plan, shape, storage, positions)
     with progress(console) as bar:
         return [
             _row(case, in_turns(forward_calls(kernels, shape, case), plan.rounds))
@@ -193,9 +184,8 @@ def run_kernels(plan: KernelPlan, console: Console) -> None:
     torch.set_num_threads(plan.threads)
     batches = [Case(n, 64) for n in plan.tokens]
     cases = [Case(q, c) for c in plan.contexts for q in plan.queries]
-    positions = max(case.context + case.tokens for case in (*batches, *cases))
-    wide = Shape(layers=plan.layers, positions=positions)
-    slim = Shape(intermediate=32, positions=positions)
+    wide = replace(widened_shape(TARGET, Width()), layers=plan.layers)
+    slim = replace(TARGET, mlp=32)
     products = {s: _measure(plan, wide, s, batches, console) for s in plan.storages}
     attention = _measure(plan, slim, "fp32", cases, console)
     bandwidth = read_bandwidth()
@@ -235,13 +225,18 @@ def _product_table(plan: KernelPlan, products: dict[Storage, list[Row]]) -> str:
     return f"{title}\n\n{table(['tokens', *heads], cells, right=True)}"
 
 
+def kv_bytes(shape: Shape, context: int) -> int:
+    """Of the fp32 keys and values of that many tokens."""
+    return 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim * context
+
+
 def _attention_table(plan: KernelPlan, rows: Sequence[Row], shape: Shape, bandwidth: float) -> str:
     """The last column: the cached keys and values, read once, per second, over the read bandwidth."""
     heads = ["context", "queries", *_heads(plan, plan.queries[0]), "of read bandwidth"]
     cells = []
     for row in rows:
         one = next(r for r in rows if r.case.context == row.case.context)
-        share = shape.kv_bytes(row.case.context) / (row.ms[NEW] / 1e3) / bandwidth
+        share = kv_bytes(shape, row.case.context) / (row.ms[NEW] / 1e3) / bandwidth
         case = [str(row.case.context), str(row.case.tokens)]
         cells.append([*case, *_figures(row, one), f"{share:.0%}"])
     title = f"## Attention: {shape.layers} layers with hardly any weights, fp32 KV, one request"

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreement
 from adaserve.bench.context.report import Cell, Mode, rising_from, table, winner
-from adaserve.bench.context.run import VERIFIED, ContextPlan, best_cells, layout, run_context
+from adaserve.bench.context.run import VERIFIED, ContextPlan, best_cells, run_context
 from adaserve.bench.context.simulated import simulate_context
+from adaserve.bench.kernels import forward_inputs
 from adaserve.cli import app
 from adaserve.engine.cpu import build
 from adaserve.pair.data import load_tokenizer
@@ -148,8 +149,9 @@ def test_prompts_are_as_long_as_asked() -> None:
 
 
 def test_a_step_reads_the_end_of_its_context() -> None:
-    own, plan = layout(2, 1, context=30, read=10)
-    assert own.tolist() == [[30], [61]]
+    made = forward_inputs(2, 1, context=30, read=10, vocab=50)
+    plan = made.plan
+    assert made.slots.tolist() == [30, 61] and made.positions.tolist() == [30, 30]
     assert plan.kv_indices.tolist() == [*range(20, 31), *range(51, 62)]
     assert plan.kv_indptr.tolist() == [0, 11, 22] and plan.qo_indptr.tolist() == [0, 1, 2]
 

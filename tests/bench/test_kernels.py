@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import pytest
 from rich.console import Console
 
 from adaserve.bench import kernels
-from adaserve.bench.kernels import Case, KernelPlan, Shape, in_turns, run_kernels
+from adaserve.bench.kernels import Case, KernelPlan, in_turns, kv_bytes, run_kernels
 from adaserve.engine.cpu import build
+from adaserve.pair.folders import weights_folder
+from adaserve.pair.shape import TARGET, shape_of
+from adaserve.pair.widen import Width, widened_shape
 
 pytestmark = pytest.mark.skipif(build.load_kernels() is None, reason="no C compiler here")
 
@@ -31,7 +35,7 @@ def test_ratios_are_of_neighbours_and_above_one_where_the_new_kernels_are_faster
 
 
 def test_keys_and_values_of_a_token() -> None:
-    assert Shape(layers=6, kv_heads=2, head_dim=64).kv_bytes(10) == 10 * 6 * 2 * (2 * 64 * 4)
+    assert kv_bytes(TARGET, 10) == 10 * 4 * 2 * (2 * 64 * 4)
 
 
 def test_contexts_may_be_of_any_length() -> None:
@@ -49,6 +53,8 @@ def test_tables_are_written_for_the_set(tmp_path: Path, monkeypatch: pytest.Monk
     found = json.loads(record.read_text())
     assert record.stem == text.stem == found["set"]
     assert found["made"]["timed_before"] == 0 < len(timed), "time and commit are those of the start"
+    target = shape_of(json.loads((weights_folder() / "target" / "config.json").read_text()))
+    assert found["shapes"]["products"] == asdict(replace(widened_shape(target, Width()), layers=1))
     assert [row["case"]["tokens"] for row in found["products"]["fp16"]] == [1, 3]
     cases = [(row["case"]["context"], row["case"]["tokens"]) for row in found["attention"]]
     assert cases == [(16, 1), (16, 5), (70, 1), (70, 5)]

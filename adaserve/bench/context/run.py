@@ -19,16 +19,14 @@ from rich.console import Console
 
 from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreement
 from adaserve.bench.context.report import Cell, Mode, table, write
-from adaserve.bench.kernels import SETS, Shape, in_turns, random_model
+from adaserve.bench.kernels import SETS, forward_inputs, in_turns, random_model
 from adaserve.bench.terminal import progress
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
-from adaserve.engine.cpu.params import Inputs
-from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.loadgen.results import provenance
-from adaserve.pair import shape as pair_shape
 from adaserve.pair.folders import weights_folder
+from adaserve.pair.shape import Shape, shape_of
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.pair.widen import Width, widened_shape
 from adaserve.scheduler.fit import fit_table
@@ -64,8 +62,8 @@ class ContextPlan:
 class SyntheticCache:
     """A model with a KV cache that is full of made-up keys and values."""
 
-    def __init__(self, shape: Shape, storage: Storage, slots: int) -> None:
-        weights, config = random_model(shape)
+    def __init__(self, shape: Shape, positions: int, storage: Storage, slots: int) -> None:
+        weights, config = random_model(shape, positions)
         self.backend = NativeBackend(build.load_library(build.build()), weights, config, storage)
         size = (slots, shape.kv_heads, shape.head_dim)
         self._k, self._v = ([torch.ones(size) for _ in range(shape.layers)] for _ in range(2))
@@ -73,31 +71,12 @@ class SyntheticCache:
 
     def step(self, requests: int, tokens: int, context: int, read: int) -> Callable[[], torch.Tensor]:
         """A forward of ``tokens`` new ones of each request; it reads the last ``read`` of its ``context``."""
-        own, plan = layout(requests, tokens, context, read)
-        ids = torch.arange(requests * tokens) % self._vocab
-        positions = torch.arange(context, context + tokens).repeat(requests)
-        inputs, backend = Inputs(ids, positions, own.flatten(), plan), self.backend
+        inputs, backend = forward_inputs(requests, tokens, context, read, self._vocab), self.backend
         return lambda: backend.argmax(backend.forward(inputs, self._k, self._v))
 
 
-def layout(requests: int, tokens: int, context: int, read: int) -> tuple[torch.Tensor, TreeAttentionPlan]:
-    """Slots of the new tokens, [requests, tokens], and what they attend to; requests lie side by side."""
-    first = torch.arange(requests)[:, None] * (context + tokens)
-    own = first + torch.arange(context, context + tokens)
-    keys = torch.cat((first + torch.arange(context - read, context), own), dim=1)
-    rows = torch.arange(requests + 1, dtype=torch.int32)
-    return own, TreeAttentionPlan(rows * tokens, rows * (read + tokens), keys.flatten().int())
-
-
-def _shape(folder: Path) -> pair_shape.Shape:
-    return pair_shape.shape_of(json.loads((folder / "config.json").read_text()))
-
-
-def _kernel_shape(shape: pair_shape.Shape, positions: int) -> Shape:
-    return Shape(
-        shape.hidden, shape.mlp, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab,
-        positions,
-    )  # fmt: skip
+def _shape(folder: Path) -> Shape:
+    return shape_of(json.loads((folder / "config.json").read_text()))
 
 
 Step = tuple[str, int]
@@ -151,8 +130,8 @@ def run_context(plan: ContextPlan, console: Console) -> None:
     points: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}  # of the target, of the draft
     with progress(console) as bar:
         agreed = measure_agreement(*folders, modes, plan.text, WIDTHS, DEEPEST, bar)
-        target = SyntheticCache(_kernel_shape(widened_shape(wide, Width()), positions), plan.storage, slots)
-        draft = SyntheticCache(_kernel_shape(slim, positions), plan.storage, slots)
+        target = SyntheticCache(widened_shape(wide, Width()), positions, plan.storage, slots)
+        draft = SyntheticCache(slim, positions, plan.storage, slots)
         for n, context in bar.track(cases, description="requests x context"):
             every = in_turns(steps(target, draft, modes, n, context), plan.rounds)
             taken = {step: statistics.median(seconds) for step, seconds in every.items()}
