@@ -51,8 +51,6 @@ class LatencyPlan:
     rounds: int = 5
     tokens: int = 64
     seed: int = 0
-    drafts: int = 1
-    """Servers, one for each kind of draft."""
     repetition: tuple[str, ...] = ()
     """Kinds of :mod:`adaserve.bench.repetition`; none = held-out text that is continued without loops."""
     contexts: tuple[int, ...] = (0,)
@@ -67,10 +65,9 @@ class LatencyPlan:
         slots = max(self.batches) * (longest + self.tokens)  # one more answer each stays cached
         return ("--context-length", str(longest), "--max-total-tokens", str(max(65_536, slots)))
 
-    @property
-    def steps(self) -> int:
-        """Batches that will be sent, and one choice of prompts per temperature and context."""
-        each = len(self.batches) * self.rounds * (1 + len(self.policies)) * self.drafts
+    def steps(self, servers: int) -> int:
+        """Batches that so many servers get, and one choice of prompts per temperature and context."""
+        each = len(self.batches) * self.rounds * (1 + len(self.policies)) * servers
         return len(self.contexts) * len(self.temperatures) * (1 + each)
 
 
@@ -99,7 +96,7 @@ class Sample:
 def run_latency(specs: Mapping[str, ServerSpec], plan: LatencyPlan, path: Path, console: Console) -> None:
     """Starts a server for each kind of draft, measures, prints a table, writes JSON: of the rounds that were
     played, whatever ended it. Raises ServerError."""
-    plan, made, samples = replace(plan, drafts=len(specs)), provenance(), list[Sample]()
+    made, samples = provenance(), list[Sample]()
     try:
         with ExitStack() as stack:
             servers = {
@@ -108,7 +105,7 @@ def run_latency(specs: Mapping[str, ServerSpec], plan: LatencyPlan, path: Path, 
             }
             costs = {kind: server.report()["latency"] for kind, server in servers.items()}
             bar = stack.enter_context(progress(console))
-            task = bar.add_task("measuring", total=plan.steps)
+            task = bar.add_task("measuring", total=plan.steps(len(servers)))
             for played in run(servers, plan, lambda what: bar.update(task, advance=1, description=what)):
                 samples += played
     finally:

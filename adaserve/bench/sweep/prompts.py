@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from adaserve.bench.jsonl import read_lines
 from adaserve.bench.prompts import DISTINCT, distinct_share, that_loop_least
 from adaserve.bench.sweep.plan import SweepError
 from adaserve.bench.sweep.workload import MAX_OUTPUT_TOKENS, Workload
-from adaserve.files import json_lines
 
 PER_CLASS, PER_URGENT_CLASS = 48, 96
 LEAST = 16
@@ -59,8 +59,7 @@ class PromptPool:
 
     @classmethod
     def load(cls, path: Path) -> PromptPool:
-        lines = json_lines(path.read_text(encoding="utf-8"))
-        return cls(tuple(ClassPrompt(**json.loads(line)) for line in lines if line))
+        return cls(tuple(ClassPrompt(**line) for line in read_lines(path)))
 
 
 Continue = Callable[[Sequence[str], float, int], Sequence[tuple[int, Sequence[int]]]]
