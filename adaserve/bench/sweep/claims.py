@@ -150,8 +150,7 @@ def _shown(v: Interval) -> str:
     """A ratio of violations, or of goodput, which is nan where the rival had none."""
     if math.isnan(v.value):
         return "-"
-    ends = f" [{v.low:.2f}, {v.high:.2f}]" if math.isfinite(v.low) else ""
-    return "no violations left" if math.isinf(v.value) else f"{v.value:.2f}x{ends}"
+    return "no violations left" if math.isinf(v.value) else f"{v.value:.2f}x{v.brackets('.2f')}"
 
 
 def _against_best(results: Results, at: Sequence[Point], tell: Callable[[Comparison], str]) -> str:

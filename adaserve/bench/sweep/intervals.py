@@ -10,6 +10,7 @@ import numpy.typing as npt
 from scipy.stats import t
 
 DRAWS = 2000
+MOST_SHOWN = 1000.0
 _HIGH = 0.95
 
 FloatArray = npt.NDArray[np.float64]
@@ -30,6 +31,15 @@ class Interval:
         """That of a figure which is ``value`` and proportional to this one."""
         factor = value / self.value if self.value else math.nan
         return Interval(value, factor * self.low, factor * self.high)
+
+    def brackets(self, digits: str, scale: float = 1.0) -> str:
+        """The ends as they stand after the value; nothing where there are none."""
+        if not math.isfinite(self.low):
+            return ""
+        # Few violations leave their ratio open; how many digits its end has says nothing.
+        high = scale * self.high
+        end = f"{high:{digits}}" if high < MOST_SHOWN else f"over {MOST_SHOWN:g}"
+        return f" [{scale * self.low:{digits}}, {end}]"
 
 
 @dataclass(frozen=True)

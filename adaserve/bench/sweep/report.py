@@ -33,7 +33,6 @@ from adaserve.bench.terminal import table
 from adaserve.files import write_json
 from adaserve.slo.metrics import percent
 
-_MOST_SHOWN = 1000.0
 _TIMES = (
     "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms",
 )  # fmt: skip
@@ -129,22 +128,13 @@ def _share(v: Interval) -> str:
 
 
 def _points(v: Interval) -> str:
-    return f"{v.value:+.1f}{_brackets(v, '+.1f')}"
-
-
-def _brackets(v: Interval, digits: str, scale: float = 1.0) -> str:
-    """The ends of an interval, after its value; nothing where it has none."""
-    if not math.isfinite(v.low):
-        return ""
-    # Few violations leave their ratio open; how many digits its end has says nothing.
-    high = f"{scale * v.high:{digits}}" if scale * v.high < _MOST_SHOWN else f"over {_MOST_SHOWN:g}"
-    return f" [{scale * v.low:{digits}}, {high}]"
+    return f"{v.value:+.1f}{v.brackets('+.1f')}"
 
 
 def _ratio(v: Interval) -> str:
     if not math.isfinite(v.value):
         return "all" if math.isinf(v.value) else "-"
-    return f"{v.value:.2f}x{_brackets(v, '.2f')}"
+    return f"{v.value:.2f}x{v.brackets('.2f')}"
 
 
 def _page(results: Results, figures: Mapping[str, str]) -> str:
@@ -332,7 +322,7 @@ def _numbers(results: Results, point: Point) -> str:
         rows.append(
             (
                 f"**{policy}**" if slo_aware(policy) else policy,
-                f"{percent(a.value)}{_brackets(a, '.0f', 100.0)}",
+                f"{percent(a.value)}{a.brackets('.0f', 100.0)}",
                 *(percent(o.attainment(k).value, 0) for k in ("met_tpot", "met_ttft")),
                 *("-" if n not in by_class else percent(by_class[n], 0) for n in names),
                 f"{g.value:.0f}",
