@@ -14,6 +14,7 @@ from adaserve.bench.sweep.aggregate import Results
 from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import length_of
+from adaserve.bench.sweep.workload import unread
 from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import LatencyModel, StepCost, TableCost
 from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
@@ -32,14 +33,9 @@ def in_order(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 def lengths_of(ordered: Sequence[RequestRecord]) -> list[tuple[int, int]]:
     """Tokens of each prompt that are not cached, and of each answer."""
-    cached: dict[str, int] = {}
-    found = []
-    for r in ordered:
-        prompt, output = _lengths(r, ordered)
-        found.append((max(1, prompt - cached.get(r.session_id or "", 0)), output))
-        if r.session_id is not None:
-            cached[r.session_id] = prompt + output
-    return found
+    whole = [_lengths(r, ordered) for r in ordered]
+    read = unread((r.session_id, *lengths) for r, lengths in zip(ordered, whole, strict=True))
+    return [(max(1, n), output) for n, (_, output) in zip(read, whole, strict=True)]
 
 
 def _lengths(record: RequestRecord, every: Sequence[RequestRecord]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ their random draws, so that neighbours on an axis differ by what the axis change
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -152,15 +152,21 @@ def block_of(rows: Sequence[TraceRow], block: int, seconds: float) -> tuple[Trac
     return tuple(replace(r, arrival_s=round(r.arrival_s - start_s, 6)) for r in mine)
 
 
+def unread(requests: Iterable[tuple[str | None, int, int]]) -> list[int]:
+    """Tokens of each prompt that a server has to read: turns of a conversation find those before them in the
+    cache. ``requests``, by arrival: conversation, tokens of the prompt, tokens of the answer."""
+    cached: dict[str | None, int] = {}
+    found = []
+    for session, prompt, answer in requests:
+        found.append(prompt - cached.get(session, 0))
+        if session is not None:
+            cached[session] = prompt + answer
+    return found
+
+
 def seconds_of_work(rows: Sequence[TraceRow], prefill: PrefillTime, token_s: float) -> float:
-    """What a request of these takes on average, when a token of output takes ``token_s``. Turns of a
-    conversation find those before them in the cache."""
-    cached: dict[str, int] = {}
-    read = []
-    for r in rows:
-        read.append(r.prompt_tokens - cached.get(r.session_id or "", 0))
-        if r.session_id is not None:
-            cached[r.session_id] = r.prompt_tokens + r.output_tokens
+    """What a request of these takes on average, when a token of output takes ``token_s``."""
+    read = unread((r.session_id, r.prompt_tokens, r.output_tokens) for r in rows)
     output = float(np.mean([r.output_tokens for r in rows]))
     return prefill.ms(float(np.mean(read))) / 1e3 + output * token_s
 
