@@ -189,11 +189,11 @@ class SweepPlan:
         return list(found)
 
     def tuning_cases(self) -> list[Case]:
-        """Every length of every system that has one to choose, at each load, on a seed of its own."""
-        names = dict.fromkeys(p for p in (*self.policies, *self.side_policies) if family(p))
-        loads = sorted({*self.loads, self.at} if set(self.axes) - {"load"} else self.loads, reverse=True)
+        """Every length of every system that has one to choose, at each load at which it plays."""
+        played = {(c.point.load, c.policy): None for c in self.cases() if family(c.policy)}
         found = []
-        for load in loads:
+        for load in sorted({load for load, _ in played}, reverse=True):
+            names = [name for at, name in played if at == load]
             here = [with_length(name, k) for name in names for k in self.lengths]
             random.Random(f"lengths {load}").shuffle(here)
             found += [Case(Point(load), name, TUNING_SEED) for name in here]

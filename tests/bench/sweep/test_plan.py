@@ -112,6 +112,18 @@ def test_lengths_are_chosen_on_a_seed_that_is_not_reported() -> None:
         SweepPlan(seeds=(TUNING_SEED,))
 
 
+def test_lengths_are_tried_where_they_will_be_played_and_nowhere_else() -> None:
+    plan = SweepPlan(axes=("kinds",), policies=("chain+gate", "priced"), side_policies=("urgency", "priced"))
+
+    def tried(plan: SweepPlan) -> list[tuple[float, str]]:
+        return sorted((c.point.load, c.policy) for c in plan.tuning_cases())
+
+    beside = [(plan.at, "urgency-2"), (plan.at, "urgency-4")]
+    assert tried(plan) == beside
+    here = [(load, f"chain-{k}+gate") for load in (0.3, 1.0) for k in (2, 4)]
+    assert tried(replace(plan, axes=("load", "kinds"), loads=(0.3, 1.0))) == sorted(here + beside)
+
+
 def line(
     policy: str, load: float, attained: float, goodput: float = 1.0, seed: int = TUNING_SEED
 ) -> dict[str, Any]:
