@@ -22,7 +22,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from adaserve.bench.terminal import progress, table
-from adaserve.bench.walks import HeadPlan, Text, Tree, Walk, kernel_model, over_pool, walks
+from adaserve.bench.walks import (
+    TARGET_WEIGHTS,
+    HeadPlan,
+    Text,
+    Tree,
+    Walk,
+    kernel_model,
+    over_pool,
+    walks,
+)
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.trees.batch import TreeBatch
@@ -53,10 +62,11 @@ def written_texts(target: TinyLlama, pair: Path, plan: HeadPlan, bar: Progress) 
     return [text for texts in zip(*by_category, strict=True) for text in texts]
 
 
-def verification(network: TinyLlama, rows: int, storage: Storage) -> Callable[[], object]:
+def verification(network: TinyLlama, rows: int) -> Callable[[], object]:
     """The served target's forward over one token of each of ``rows`` requests."""
     table = torch.arange(rows, dtype=torch.int32)[:, None]
-    forward = CpuForward(over_pool(kernel_model(network, 1, storage), network.shape.layers, rows), table)
+    served = kernel_model(network, 1, TARGET_WEIGHTS)
+    forward = CpuForward(over_pool(served, network.shape.layers, rows), table)
     zeros, ones = np.zeros(rows, np.int64), np.ones(rows, np.int64)
     batch = TreeBatch.causal(zeros, np.arange(rows), zeros, ones)
     return lambda: forward.argmax(forward.run(batch))
@@ -143,7 +153,7 @@ def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
         task = bar.add_task("trees", total=plan.trees * len(plan.batches))
         for batch in plan.batches:
             drafts = walks(pair, target, texts, batch, plan)
-            verify = verification(served, batch, plan.storage)
+            verify = verification(served, batch)
             rows += summarize(in_turns(drafts, plan.trees, verify, lambda: bar.advance(task)), batch)
     path.parent.mkdir(parents=True, exist_ok=True)
     body = {"schema_version": 1, "kind": "bench heads", "made": made, "plan": asdict(plan)}

@@ -33,15 +33,17 @@ from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import Block, TinyLlama, rope
 from adaserve.pair.observed import observe
 from adaserve.pair.shape import NORM_EPS
-from adaserve.sharpening import DraftSharpening, load_sharpening
+from adaserve.sharpening import load_sharpening
+
+TARGET_WEIGHTS: Storage = "fp32"
+"""How servers store the embedded target on a CPU host, and Medusa heads with it."""
 
 
 @dataclass(frozen=True)
 class HeadPlan:
     """What to measure: trees of ``depth`` and ``width`` for ``batches`` requests at once.
 
-    ``storage``: of the target, and of Medusa heads; ``draft_weights``: of draft and EAGLE-3 head, which are
-    measured once for each."""
+    ``draft_weights``: how draft and EAGLE-3 head are stored, which are measured once for each."""
 
     batches: tuple[int, ...] = (1, 4, 8)
     temperature: float = 0.8
@@ -52,7 +54,6 @@ class HeadPlan:
     trees: int = 200
     seed: int = 0
     threads: int = 1
-    storage: Storage = "fp32"
     draft_weights: tuple[Storage, ...] = ("auto",)
 
 
@@ -107,8 +108,8 @@ class Walk(ABC):
     ] = ()  # the target's states of each text, [tokens, H], for drafts that read them
     states: HiddenStates  # where such a draft finds them
 
-    def __init__(self, texts: Sequence[Text], rows: int, plan: HeadPlan, sharpening: DraftSharpening) -> None:
-        self.texts, self.plan, self.sharpening = texts, plan, sharpening
+    def __init__(self, texts: Sequence[Text], rows: int, plan: HeadPlan, folder: Path) -> None:
+        self.texts, self.plan, self.sharpening = texts, plan, load_sharpening(folder)
         self.shape: TreeShape = tree_shape(plan.depth, plan.width, None)
         self.room = max(len(t.tokens) for t in texts) + self.shape.width
         self.table = torch.arange(rows * self.room, dtype=torch.int32).view(rows, self.room)
@@ -208,7 +209,7 @@ class ModelWalk(Walk):
         weights: Storage = "fp32",
     ) -> None:
         self.model, self.weights = model, weights
-        super().__init__(texts, rows, plan, load_sharpening(folder))
+        super().__init__(texts, rows, plan, folder)
 
     def make(self, slots: int) -> CpuForward:
         lean = kernel_model(self.model, self.room, self.weights)
@@ -235,7 +236,7 @@ class EagleWalk(Walk):
         loaded = SimpleNamespace(fc=head.fc, input_norm=None, fc_norm=None)
         seen = [observe(target, torch.from_numpy(t.tokens)[None], head.shape.layers).layers[0] for t in texts]
         self.read_with = [project(loaded, states) for states in seen]
-        super().__init__(texts, rows, plan, load_sharpening(folder))
+        super().__init__(texts, rows, plan, folder)
 
     def make(self, slots: int) -> CpuForward:
         lean = kernel_model(self.head, self.room, self.weights)
@@ -260,12 +261,12 @@ class MedusaWalk(Walk):
     ) -> None:
         self.target, self.heads = target, heads
         self.read_with = [observe(target, torch.from_numpy(t.tokens)[None]).last[0] for t in texts]
-        super().__init__(texts, rows, plan, load_sharpening(folder))
+        super().__init__(texts, rows, plan, folder)
 
     def make(self, slots: int) -> MedusaForward:
-        lean = kernel_model(self.target, self.room, self.plan.storage)
+        lean = kernel_model(self.target, self.room, TARGET_WEIGHTS)
         self.states = HiddenStates(slots, self.target.shape.hidden, torch.float32)
-        return MedusaForward(self.heads, lean, self.states, self.table, self.plan.storage)
+        return MedusaForward(self.heads, lean, self.states, self.table, TARGET_WEIGHTS)
 
     def kept(self, accepted: np.ndarray) -> np.ndarray:
         return accepted
@@ -283,10 +284,10 @@ def walks(
         drafter, folder = load_drafter(pair / name, target), pair / name
         if isinstance(drafter, MedusaDrafter):
             walk = MedusaWalk(target, drafter.blocks.published(), texts, rows, plan, folder)
-            found[name, plan.storage] = walk
+            found[name, TARGET_WEIGHTS] = walk
             continue
         for asked in plan.draft_weights:
-            weights = draft_storage(asked, plan.storage)
+            weights = draft_storage(asked, TARGET_WEIGHTS)
             if isinstance(drafter, HeadDrafter):
                 head = drafter.head.requires_grad_(False)
                 found[name, weights] = EagleWalk(target, head, texts, rows, plan, folder, weights)

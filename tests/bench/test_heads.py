@@ -23,7 +23,7 @@ from tests.pair.test_heads import random_head
 from tests.pair.test_medusa import random_blocks
 from tests.pair.test_training import TINY, random_model
 
-PLAN = HeadPlan(temperature=0.8, depth=3, width=2, storage="fp32")
+PLAN = HeadPlan(temperature=0.8, depth=3, width=2)
 PROMPT, NEW = 6, 14
 
 
