@@ -69,7 +69,9 @@ class Simulator:
         self._results = results
         self._latency = as_served(LatencyModel.from_json(results.head["latency_model"]), results)
         kinds = {None, *(point.kind for point in results.points())}
-        self._text = {kind: TextModel(mean=fitted_means(results, kind)) for kind in kinds}
+        means = {kind: fitted_means(results, kind) for kind in kinds}
+        self._fitted = any(means.values())
+        self._text = {kind: TextModel(mean=mean) if mean else TextModel() for kind, mean in means.items()}
         self._prefill = prefills_as_served(self._latency, results)
         fixed_s, self._row_s = fitted_overhead(results)
         self._latency = replace(self._latency, overhead_s=fixed_s)
@@ -77,7 +79,7 @@ class Simulator:
     @property
     def acceptance(self) -> str:
         """A sentence on what the acceptance of drafts follows."""
-        if any(text.mean for text in self._text.values()):
+        if self._fitted:
             return "Drafts are accepted as often as the chains of this sweep were."
         return "No chain played, so the acceptance of drafts is the simulator's default."
 

@@ -161,7 +161,9 @@ def test_acceptance_is_that_of_the_same_kind_of_traffic(tmp_path: Path) -> None:
 def test_it_is_said_where_acceptance_is_the_default(tmp_path: Path) -> None:
     assert "chains of this sweep" in Simulator(Results(served(tmp_path / "chains"))).acceptance
     bare = served(tmp_path / "bare", replace(PLAN, policies=("adaserve", "priced")))
-    assert "No chain played" in Simulator(Results(bare)).acceptance
+    simulator = Simulator(Results(bare))
+    assert "No chain played" in simulator.acceptance
+    assert simulator._text == {None: TextModel()}, "which knows that classes differ"
 
 
 def test_the_simulator_has_the_requests_of_the_records(tmp_path: Path) -> None:
