@@ -56,6 +56,7 @@ class Setting:
 
 
 Row = dict[str, Any]
+_ROWS = "runs.jsonl"
 
 
 def run_case(case: Case, setting: Setting) -> tuple[Row, list[RequestRecord], SimulationResult]:
@@ -103,22 +104,25 @@ def run_grid(
     progress: Callable[[int, Case], None],
     keep_records: bool,
 ) -> list[Row]:
-    """Runs all cases one after the other; with ``out``, appends to ``runs.jsonl`` and skips what it holds.
+    """Runs all cases one after the other; with ``out``, draws the first one, appends to ``runs.jsonl`` and
+    skips what it holds.
 
     The settings of those must be the same (``check_same_settings``)."""
-    path = out / "runs.jsonl" if out else None
-    done = {_key(row): row for row in (read_lines(path) if path else [])}
+    done = {_key(row): row for row in _known(out)}
     rows = []
     for i, case in enumerate(cases):
         progress(i, case)
         if case.key not in done:
-            row, records, _ = run_case(case, setting)
+            row, records, result = run_case(case, setting)
             done[case.key] = row
-            if out and path:
+            if out:
                 if keep_records:
                     name = "-".join(map(str, case.key))
                     write_records(out / f"requests-{name}.jsonl.gz", records)
-                append_line(path, row)  # last: it says that the case is done
+                if i == 0:
+                    plot_timeline(result, out / "timeline.png")
+                    plot_reliability(result, out / "reliability.png")
+                append_line(out / _ROWS, row)  # last: it says that the case is done
         rows.append(done[case.key])
     return rows
 
@@ -126,7 +130,7 @@ def run_grid(
 def check_same_settings(cases: list[Case], setting: Setting, out: Path | None) -> None:
     """Results are not overwritten, and figures of other settings not taken for those of ``cases``. Raises
     ValueError where the folder, or the cases themselves, have a case of the same name that differs."""
-    known = {_key(row): row.get("settings") for row in (read_lines(out / "runs.jsonl") if out else [])}
+    known = {_key(row): row.get("settings") for row in _known(out)}
     for case in cases:
         if known.setdefault(case.key, settings := case.settings(setting)) != settings:
             workload, load, policy, seed = case.key
@@ -134,6 +138,11 @@ def check_same_settings(cases: list[Case], setting: Setting, out: Path | None) -
                 f"there are results of {workload} at {load:g} requests/s with {policy} and seed {seed} that "
                 "have other settings: give another --out, or the policy another name, as in NAME=priced"
             )
+
+
+def _known(out: Path | None) -> list[Row]:
+    """Of the cases that the folder has."""
+    return read_lines(out / _ROWS) if out else []
 
 
 def _key(row: Row) -> tuple[Any, ...]:

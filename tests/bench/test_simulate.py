@@ -107,6 +107,14 @@ def test_a_replica_without_iterations_has_no_means() -> None:
     assert re.search(r"\| priced \| 1 \| 100\.0 \|.*\|  \|  \|$", said, re.MULTILINE)
 
 
+def test_a_case_is_simulated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures are those of the same simulation."""
+    played: list[object] = []
+    monkeypatch.setattr(study, "simulate", lambda *case: played.append(case) or simulate(*case))
+    output_of("run --trace synthetic:10:3 --policy none --seeds 0,1 --out", tmp_path)
+    assert len(played) == 2 and {"timeline.png", "reliability.png"} <= {p.name for p in tmp_path.iterdir()}
+
+
 def test_a_class_that_never_speculates_has_no_reliability(tmp_path: Path) -> None:
     """Of answers of two tokens the first is the prefill's, and the second needs no draft."""
     rows = [TraceRow(0.1 * i, 50, 2 if i % 2 else 100, "chat" if i % 2 else "coding") for i in range(10)]

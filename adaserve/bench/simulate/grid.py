@@ -13,16 +13,7 @@ from rich.console import Console
 
 from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.traces import DRAWN, rate_rps, read_workload
-from adaserve.bench.study import (
-    Case,
-    Setting,
-    markdown,
-    plot_reliability,
-    plot_timeline,
-    plot_violations,
-    run_case,
-    run_grid,
-)
+from adaserve.bench.study import Case, Setting, markdown, plot_violations, run_grid
 from adaserve.bench.terminal import progress
 from adaserve.files import write_json
 from adaserve.loadgen.results import command_line
@@ -189,9 +180,6 @@ def run_and_report(
         (out / "table.md").write_text(text + "\n", encoding="utf-8")
         write_json(out / "summary.json", [r["summary"] for r in rows])
         plot_violations(rows, out / "violations.png")
-        _, _, result = run_case(cases[0], setting)
-        plot_timeline(result, out / "timeline.png")
-        plot_reliability(result, out / "reliability.png")
 
 
 def _plain(value: Any) -> Any:
