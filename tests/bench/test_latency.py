@@ -96,7 +96,9 @@ def test_nothing_is_always_measured_first(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(latency, "_measure", measured)
     plan = LatencyPlan(policies=("priced",), batches=(1,), temperatures=(0.0,), rounds=2)
     servers: Any = {"model": None, "eagle3": None}
-    samples = [s for played in latency.run(servers, plan, lambda _: None) for s in played]
+    told: list[str] = []
+    samples = [s for played in latency.run(servers, plan, told.append) for s in played]
+    assert len(told) == plan.steps(2), "what the bar counts"
     assert order[:4] == [(0, k, p) for k in ("model", "eagle3") for p in ("none", "priced")]
     assert order[4:] == [(1, k, p) for k in ("eagle3", "model") for p in ("priced", "none")]
     assert {(s.round, s.policy): s.same for s in samples} == {
