@@ -212,6 +212,8 @@ def test_traces_keep_names_of_their_own() -> None:
     ("field", "value"),
     [
         ("axes", ("load", "depth")),
+        ("axes", ()),
+        ("policies", ()),
         ("loads", (0.0,)),
         ("shares", (1.2,)),
         ("kinds", ("dreams",)),
