@@ -235,7 +235,7 @@ class Sweep:
 
     def _cases(self, cases: Sequence[Case], retry: bool) -> None:
         missing = self._missing(cases)
-        if len(missing) < len(cases):
+        if retry and len(missing) < len(cases):
             self._say(f"{len(cases) - len(missing)} of {len(cases)} blocks are there already")
         in_a_row = 0
         for k, case in enumerate(missing):
@@ -253,7 +253,7 @@ class Sweep:
                 )
         if retry and (failed := self._missing(cases)):
             self._say(f"once more: {len(failed)} blocks that failed")
-            self._cases(failed, retry=False)
+            self._cases(cases, retry=False)
 
     def _one(self, case: Case) -> bool:
         """Measures a block; a failure is recorded and the servers are started anew for the next one."""

@@ -70,6 +70,7 @@ class World:
         self.store.create()
         self.servers = FakeServers()
         self.ran: list[str] = []
+        self.bar: list[float] = []  # blocks that it showed as finished, as each one began
         self.traffic: dict[str, Any] = {}
         self.others: dict[str, list[float]] = {}  # share of the host that others use in its attempts
         self.invalid: dict[str, list[list[str]]] = {}  # what was wrong with the load test of its attempts
@@ -100,6 +101,7 @@ class World:
     def run_case(self, _: object, case: Case, traffic: Any, _work: Path) -> tuple[dict[str, Any], list[Any]]:
         self.traffic[case.id] = traffic
         self.ran.append(case.id)
+        self.bar.append(self.playing.bar.tasks[0].completed)
         self.now_s += traffic.seconds + 3.0
         if self.fate.get(case.id):
             raise self.fate[case.id].pop(0)
@@ -114,7 +116,8 @@ class World:
 
     def sweep(self, plan: SweepPlan = PLAN, **options: Any) -> bool:
         console = Console(file=self.output, width=200)
-        return Sweep(self.store, plan, ServerSpec(), console, {}, **options).run()
+        self.playing = Sweep(self.store, plan, ServerSpec(), console, {}, **options)
+        return self.playing.run()
 
 
 @pytest.fixture
@@ -136,7 +139,7 @@ def test_a_failure_is_written_down_the_server_started_anew_and_the_case_tried_ag
     second = PLAN.cases()[1].id
     world.fate[second] = [OSError("the server is gone")]
     assert world.sweep()
-    assert world.ran == [*(c.id for c in PLAN.cases()), second]
+    assert world.ran == [*(c.id for c in PLAN.cases()), second] and world.bar == [0, 1, 2, 3, 3]
     assert world.servers.stops == 2, "after the failure and at the end"
     lines = (world.store.folder / "cases.jsonl").read_text()
     assert lines.count('"status": "failed"') == 1 and "the server is gone" in lines
