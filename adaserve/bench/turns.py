@@ -48,7 +48,8 @@ class Slice:
 
 
 def cut(at_s: Sequence[float], seconds: float) -> list[Slice]:
-    """An even number of equal slices of about TURN_S, by arrivals in order; those without one are left out."""
+    """An even number of equal slices of about TURN_S; those without a request (``at_s``, ascending) are left
+    out."""
     count = max(2, 2 * round(seconds / TURN_S / 2))
     length_s = seconds / count
     bounds = [bisect_left(at_s, k * length_s) for k in range(count + 1)]

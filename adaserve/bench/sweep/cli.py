@@ -46,7 +46,9 @@ def bench_sweep(
             "Request rates, as multiples of this host's capacity.", parser=floats, show_default="0.3,0.6,1"
         ),
     ] = None,
-    at: Annotated[float | None, _what("Load of the other axes.", min=0.001, max=20, show_default="0.6")] = None,
+    at: Annotated[
+        float | None, _what("Load of the other axes.", min=0.001, max=20, show_default="0.6")
+    ] = None,
     shares: Annotated[
         Any, _what("Shares of urgent requests, 0 to 1.", parser=floats, show_default="0.3,0.6,0.9")
     ] = None,
