@@ -123,6 +123,12 @@ class SweepPlan:
         for name in ("axes", "policies"):
             if not getattr(self, name):
                 raise SweepError(f"--{name} is empty: give at least one value")
+        for name, most in (("at", 20), ("prompt_scale", 10), ("output_scale", 10)):
+            if not 0 < getattr(self, name) <= most:
+                raise SweepError(f"--{name.replace('_', '-')} must lie in (0, {most}]")
+        for name in ("seconds", "blocks"):
+            if getattr(self, name) < 1:
+                raise SweepError(f"--{name} must be at least 1")
 
     def _check_axes(self) -> None:
         if unknown := sorted(set(self.axes) - set(AXES)):
