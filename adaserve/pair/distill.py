@@ -109,5 +109,5 @@ def train_draft(run: Run, target_folder: Path, *, written_tokens: int, shape: Sh
     def loss(window: Tensor) -> Tensor:
         return distillation_loss(draft, target, window[:, :-1])
 
-    Trainer(run, draft, text, loss, save_hf).fit("draft")
+    Trainer(run, draft, text, loss).fit("draft")
     save_hf(draft, run.out)

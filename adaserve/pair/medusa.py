@@ -117,7 +117,7 @@ def train_medusa(run: Run, pair: Path, *, written_tokens: int) -> Path:
         with fast_products():
             return heads_loss(blocks, observe(target, window[:, :-1]), COMPARED)
 
-    Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), blocks, text, loss, save_blocks).fit("Medusa heads")
+    Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), blocks, text, loss).fit("Medusa heads")
     save_blocks(blocks, done := run.out / "heads")
     return done
 

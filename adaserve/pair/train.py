@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from rich.progress import (
@@ -57,7 +57,6 @@ def head_run(run: Run, matrix_lr: float, vector_lr: float) -> Run:
 
 
 LossFunction = Callable[[Tensor], Tensor]
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def next_token_loss(model: TinyLlama, window: Tensor) -> Tensor:
@@ -76,21 +75,11 @@ def progress_bar() -> Progress:
     )
 
 
-class Trainer(Generic[Model]):
-    """The loop of all training: take a batch, step, log, checkpoint, until the time is spent.
+class Trainer:
+    """The loop of all training: take a batch, step, log, checkpoint, until the time is spent."""
 
-    ``save`` writes the model as others read it.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        model: Model,
-        batches: Batches,
-        loss: LossFunction,
-        save: Callable[[Model, Path], None],
-    ) -> None:
-        self.run, self.model, self.batches, self.save = run, model, batches, save
+    def __init__(self, run: Run, model: nn.Module, batches: Batches, loss: LossFunction) -> None:
+        self.run, self.model, self.batches = run, model, batches
         self.loss = torch.compile(loss, dynamic=False) if run.compile else loss
         self.precision = torch.autocast("cpu", torch.bfloat16, enabled=run.bf16)
         self.optimizers = make_optimizers(
@@ -130,7 +119,6 @@ class Trainer(Generic[Model]):
         partial = self.run.out / "checkpoint.partial"
         torch.save(state, partial)
         os.replace(partial, self.run.out / "checkpoint.pt")
-        self.save(self.model, self.run.out / "latest")
         self._saved_at = self.clock.elapsed_s
 
     def train_step(self) -> float:
@@ -181,5 +169,5 @@ def train_target(run: Run, shape: Shape = TARGET) -> None:
     torch.manual_seed(run.seed)
     model = TinyLlama(shape) if run.start is None else load_hf(run.start / "target", ROPE_THETA)
     text = Batches(open_stream(run.corpus / "train.bin"), seed=run.seed)
-    Trainer(run, model, text, lambda window: next_token_loss(model, window), save_hf).fit("target")
+    Trainer(run, model, text, lambda window: next_token_loss(model, window)).fit("target")
     save_hf(model, run.out)

@@ -101,5 +101,5 @@ def train_eagle(
         with fast_products():
             return unrolled_loss(head, observe(target, window[:, :-1], head.shape.layers), steps)
 
-    Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), head, text, loss, save_head).fit("EAGLE-3 head")
+    Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), head, text, loss).fit("EAGLE-3 head")
     save_head(head, run.out)

@@ -44,11 +44,11 @@ def make_run(folder: Path, minutes: float) -> Run:
     return Run(folder, folder / "out", minutes, threads=1, compile=False, phases=(Phase(1.0, 8, 32),))
 
 
-def trainer(run: Run) -> Trainer[TinyLlama]:
+def trainer(run: Run) -> Trainer:
     torch.manual_seed(run.seed)
     model = TinyLlama(TINY)
     text = Batches(open_stream(run.corpus / "train.bin"), seed=run.seed)
-    return Trainer(run, model, text, lambda window: next_token_loss(model, window), save_hf)
+    return Trainer(run, model, text, lambda window: next_token_loss(model, window))
 
 
 def test_learns_and_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
