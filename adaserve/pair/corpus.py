@@ -16,7 +16,7 @@ import sysconfig
 import tarfile
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -213,27 +213,26 @@ def without_repeats(document: Document, seen: Seen) -> Document | None:
     text = "\n\n".join(kept)
     if len(text) < 0.5 * len(document.text):
         return None
-    return Document(document.kind, document.source, document.path, text)
+    return replace(document, text=text)
 
 
-def collect(cache: Path, sources: list[Source]) -> list[Document]:
+def collect(cache: Path) -> list[Document]:
     documents = list(track(read_stdlib(), description="Reading the standard library"))
-    for source in track(sources, description="Reading sources"):
+    for source in track(load_sources(), description="Reading sources"):
         documents.extend(read_sdist(source, download(source, cache / source.name)))
     read = track(documents, description="Choosing documents")
     return [d for d in read if is_worth_reading(d.text)]
 
 
-def build(folder: Path, sources: list[Source] | None = None) -> dict[str, int]:
-    """Writes train.jsonl and held_out.jsonl below `folder`; returns characters per split and kind.
+def build(folder: Path) -> None:
+    """Writes train.jsonl and held_out.jsonl below `folder`.
 
     Held-out documents are de-duplicated first: whatever they share with the rest is then missing from the
     training text, never the other way round.
     """
-    documents = collect(folder / "sdists", load_sources() if sources is None else sources)
+    documents = collect(folder / "sdists")
     documents.sort(key=lambda d: not d.held_out)
     seen = Seen()
-    sizes: dict[str, int] = {}
     folder.mkdir(parents=True, exist_ok=True)
     parts = [folder / f"{split}.partial" for split in ("held_out", "train")]
     with parts[0].open("w") as held_out, parts[1].open("w") as train:
@@ -241,12 +240,10 @@ def build(folder: Path, sources: list[Source] | None = None) -> dict[str, int]:
             fresh = without_repeats(document, seen)
             if fresh is None or len(fresh.text) < 300:
                 continue
-            split, out = ("held_out", held_out) if fresh.held_out else ("train", train)
+            out = held_out if fresh.held_out else train
             out.write(json.dumps(asdict(fresh)) + "\n")
-            sizes[f"{split}/{fresh.kind}"] = sizes.get(f"{split}/{fresh.kind}", 0) + len(fresh.text)
     for part in parts:  # the training text last: where it is, all is there
         part.replace(part.with_suffix(".jsonl"))
-    return sizes
 
 
 def read_documents(path: Path) -> list[Document]:

@@ -38,8 +38,8 @@ def write_stream(path: Path, pieces: Iterable[Tokens]) -> int:
     return total
 
 
-def prepare(corpus: Path, *, seed: int) -> dict[str, int]:
-    """Trains the vocabulary (if absent), writes train.bin and held_out-<kind>.bin; returns token counts."""
+def prepare(corpus: Path, *, seed: int) -> None:
+    """Trains the vocabulary (if absent), writes train.bin, held_out-<kind>.bin and their sizes."""
     rng = np.random.default_rng(seed)
     documents = read_documents(corpus / "train.jsonl")
     documents = [documents[i] for i in rng.permutation(len(documents))]
@@ -52,7 +52,6 @@ def prepare(corpus: Path, *, seed: int) -> dict[str, int]:
         chosen = [d for d in held_out if d.kind == kind]
         counts[kind] = write_stream(corpus / f"held_out-{kind}.bin", encode_documents(tokenizer, chosen))
     (corpus / "tokens.json").write_text(json.dumps(counts) + "\n")
-    return counts
 
 
 def _sample(documents: list[Document]) -> Iterator[str]:

@@ -102,9 +102,8 @@ def cut_prompts(documents: list[Document], tokenizer: Tokenizer, *, seed: int) -
     return prompts
 
 
-def write_prompts(corpus: Path, out: Path, *, seed: int) -> dict[str, int]:
-    """Cuts prompts from the corpus' held-out documents into `out`; returns how many of each category."""
+def write_prompts(corpus: Path, out: Path, *, seed: int) -> None:
+    """Cuts prompts from the corpus' held-out documents into `out`."""
     prompts = cut_prompts(read_documents(corpus / "held_out.jsonl"), load_tokenizer(corpus), seed=seed)
     lines = "".join(json.dumps(asdict(p)) + "\n" for p in prompts)
     out.write_bytes(gzip.compress(lines.encode(), mtime=0))
-    return {c: sum(p.category == c for p in prompts) for c in CATEGORIES}

@@ -174,9 +174,9 @@ def test_a_corpus_that_was_interrupted_is_no_corpus(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(corpus, "without_repeats", interrupted)
-        corpus.build(tmp_path, [])
+        corpus.build(tmp_path)
     assert not (tmp_path / "train.jsonl").exists()
-    corpus.build(tmp_path, [])
+    corpus.build(tmp_path)
     whole = [corpus.read_documents(tmp_path / f"{split}.jsonl") for split in ("held_out", "train")]
     assert len(whole[0]) + len(whole[1]) == len(SOME) and all(d.held_out for d in whole[0])
 
