@@ -148,9 +148,9 @@ def tidy(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
-def is_worth_reading(text: str, *, min_chars: int = 400) -> bool:
+def is_worth_reading(text: str) -> bool:
     """False for tables of numbers, other alphabets, lists of names and very short files."""
-    if len(text) < min_chars:
+    if len(text) < 400:
         return False
     letters = sum(c.isalpha() for c in text)
     digits = sum(c.isdigit() for c in text)

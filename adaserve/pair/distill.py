@@ -99,12 +99,12 @@ def lessons(target: TinyLlama, run: Run, written_tokens: int) -> Mixture:
     return Mixture(Batches(open_stream(real), seed=run.seed), Batches(open_stream(written), seed=run.seed))
 
 
-def train_draft(run: Run, target_folder: Path, *, written_tokens: int, shape: Shape = DRAFT) -> None:
+def train_draft(run: Run, target_folder: Path, *, written_tokens: int) -> None:
     torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     target = load_hf(target_folder).requires_grad_(False)
     text = lessons(target, run, written_tokens)
-    draft = sliced(target, shape) if run.start is None else load_hf(run.start / "draft", ROPE_THETA)
+    draft = sliced(target, DRAFT) if run.start is None else load_hf(run.start / "draft", ROPE_THETA)
 
     def loss(window: Tensor) -> Tensor:
         return distillation_loss(draft, target, window[:, :-1])

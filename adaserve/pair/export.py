@@ -17,7 +17,7 @@ from adaserve.pair.folders import MEDUSA, PLAIN_NAME, PairError
 from adaserve.pair.medusa import train_medusa
 from adaserve.pair.packed import pack
 from adaserve.pair.prompts import write_prompts
-from adaserve.pair.schedule import FIRST, Stage
+from adaserve.pair.schedule import Stage
 from adaserve.pair.tokenizer import same_vocabulary
 from adaserve.pair.train_head import train_eagle
 
@@ -31,15 +31,15 @@ class Recipe:
     With ``target_minutes`` 0 the target of ``start`` stays as it is.
     """
 
-    target_minutes: float = 60.0
-    draft_minutes: float = 14.5
-    written_tokens: int = 250_000
-    seed: int = 0
-    threads: int = 2
-    compile: bool = True
-    bf16: bool = False
-    stage: Stage = FIRST
-    start: Path | None = None  # a pair to train further
+    target_minutes: float
+    draft_minutes: float
+    written_tokens: int
+    seed: int
+    threads: int
+    compile: bool
+    bf16: bool
+    stage: Stage
+    start: Path | None  # a pair to train further
 
 
 def settle(run: Path, corpus: Path, out: Path) -> None:

@@ -87,17 +87,13 @@ class TinyLlama(nn.Module):
             elif name.endswith(("qkv.weight", "gate_up.weight")):
                 nn.init.normal_(weight, std=self.shape.hidden**-0.5)
 
-    def features(self, tokens: Tensor) -> Tensor:
-        """Normalised last hidden states, [batch, length, hidden]."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits, [batch, length, vocab]."""
         cos, sin = rope(tokens.shape[1], self.shape)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)
-        return self.norm(x)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits, [batch, length, vocab]."""
-        return fn.linear(self.features(tokens), self.embed.weight)
+        return fn.linear(self.norm(x), self.embed.weight)
 
 
 def _split_names(shape: Shape, layer: int) -> dict[str, list[tuple[str, int]]]:

@@ -29,9 +29,9 @@ class Muon(torch.optim.Optimizer):
     up): each is its own linear map and is orthogonalised alone.
     """
 
-    def __init__(self, params: list[tuple[nn.Parameter, list[int]]], *, lr: float, decay: float) -> None:
+    def __init__(self, params: list[tuple[nn.Parameter, list[int]]], *, lr: float) -> None:
         self.parts = {id(p): parts for p, parts in params}
-        super().__init__([p for p, _ in params], {"lr": lr, "momentum": 0.95, "weight_decay": decay})
+        super().__init__([p for p, _ in params], {"lr": lr, "momentum": 0.95, "weight_decay": 0.05})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -49,9 +49,7 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(orthogonalised(piece), alpha=-group["lr"] * scale)
 
 
-def make_optimizers(
-    model: nn.Module, *, matrix_lr: float, vector_lr: float, decay: float
-) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, *, matrix_lr: float, vector_lr: float) -> list[torch.optim.Optimizer]:
     """For whatever of ``model`` is trained: Muon for matrices between hidden states, AdamW for norms and for
     what reads or writes tokens."""
     fused: dict[int, list[int]] = {}
@@ -68,6 +66,6 @@ def make_optimizers(
         else:
             others.append(p)
     return [
-        Muon(matrices, lr=matrix_lr, decay=decay),
+        Muon(matrices, lr=matrix_lr),
         torch.optim.AdamW(others, lr=vector_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]

@@ -38,7 +38,7 @@ def _agreement(model: TinyLlama, noisy: TinyLlama, tokens: Tensor) -> float:
     return float((model(tokens).argmax(-1) == noisy(tokens).argmax(-1)).float().mean())
 
 
-def noisy_copy(source: Path, out: Path, *, agreement: float = 0.6, seed: int = 0) -> float:
+def noisy_copy(source: Path, out: Path, *, agreement: float, seed: int) -> float:
     """Writes a draft whose best token is the target's about `agreement` of the time; returns the true share.
 
     `source` is a folder of the embedded family (the widened target works, the small one is quicker).

@@ -55,10 +55,9 @@ class Clock:
         return next((p for p in phases if self.share < p.until), phases[-1])
 
 
-def learning_rate(
-    share: float, *, warmup: float = 0.02, decay_from: float = 0.3, floor: float = 0.01
-) -> float:
+def learning_rate(share: float) -> float:
     """Factor on the peak rate: rise, hold, then a long straight fall, which small budgets reward most."""
+    warmup, decay_from, floor = 0.02, 0.3, 0.01
     if share < warmup:
         return max(share / warmup, 0.02)
     if share < decay_from:

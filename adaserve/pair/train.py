@@ -26,7 +26,7 @@ from adaserve.pair.data import Batches, open_stream
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import make_optimizers
 from adaserve.pair.schedule import FIRST, FURTHER, HEAD_PHASES, Clock, Phase, learning_rate
-from adaserve.pair.shape import ROPE_THETA, TARGET, Shape
+from adaserve.pair.shape import ROPE_THETA, TARGET
 
 CHECKPOINT_EVERY_S = 240.0
 MATRIX_LR, VECTOR_LR = 0.02, 0.004
@@ -45,7 +45,6 @@ class Run:
     bf16: bool = False  # products in bfloat16: twice as fast where the CPU has AMX
     matrix_lr: float = MATRIX_LR
     vector_lr: float = VECTOR_LR
-    decay: float = 0.05
     phases: tuple[Phase, ...] = FIRST.target
     start: Path | None = None  # a trained pair to go on from
 
@@ -82,9 +81,7 @@ class Trainer:
         self.run, self.model, self.batches = run, model, batches
         self.loss = torch.compile(loss, dynamic=False) if run.compile else loss
         self.precision = torch.autocast("cpu", torch.bfloat16, enabled=run.bf16)
-        self.optimizers = make_optimizers(
-            model, matrix_lr=run.matrix_lr, vector_lr=run.vector_lr, decay=run.decay
-        )
+        self.optimizers = make_optimizers(model, matrix_lr=run.matrix_lr, vector_lr=run.vector_lr)
         self.peaks = [o.param_groups[0]["lr"] for o in self.optimizers]
         self.step = 0
         self.tokens = 0
@@ -164,10 +161,10 @@ class Trainer:
         log.flush()
 
 
-def train_target(run: Run, shape: Shape = TARGET) -> None:
+def train_target(run: Run) -> None:
     torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
-    model = TinyLlama(shape) if run.start is None else load_hf(run.start / "target", ROPE_THETA)
+    model = TinyLlama(TARGET) if run.start is None else load_hf(run.start / "target", ROPE_THETA)
     text = Batches(open_stream(run.corpus / "train.bin"), seed=run.seed)
     Trainer(run, model, text, lambda window: next_token_loss(model, window)).fit("target")
     save_hf(model, run.out)

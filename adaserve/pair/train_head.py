@@ -76,17 +76,9 @@ def fast_products() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if fast else nullcontext()
 
 
-def train_eagle(
-    run: Run,
-    pair: Path,
-    *,
-    written_tokens: int,
-    shape: HeadShape | None = None,
-    steps: int = STEPS,
-) -> None:
+def train_eagle(run: Run, pair: Path, *, written_tokens: int, shape: HeadShape) -> None:
     """An EAGLE-3 head for ``pair/target``, written to ``run.out``. ``run.start``: a head to go on from,
     with ``shape``'s KV heads and otherwise as it is."""
-    shape = shape or HeadShape()
     torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     target = load_hf(pair / "target").requires_grad_(False)
@@ -99,7 +91,7 @@ def train_eagle(
 
     def loss(window: Tensor) -> Tensor:
         with fast_products():
-            return unrolled_loss(head, observe(target, window[:, :-1], head.shape.layers), steps)
+            return unrolled_loss(head, observe(target, window[:, :-1], head.shape.layers), STEPS)
 
     Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), head, text, loss).fit("EAGLE-3 head")
     save_head(head, run.out)

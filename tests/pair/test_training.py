@@ -233,7 +233,10 @@ def test_a_draft_goes_on_while_its_target_stays(tmp_path: Path, monkeypatch: pyt
         (corpus / name).touch()
     stream(corpus / "train.bin")
     phases = (Phase(1.0, 2, 64),)
-    recipe = Recipe(0, 0.01, threads=1, compile=False, stage=Stage(phases, phases, 0.5), start=start)
+    recipe = Recipe(
+        0, 0.01, 250_000, seed=0, threads=1, compile=False, bf16=False, stage=Stage(phases, phases, 0.5),
+        start=start,
+    )  # fmt: skip
     pair = train_pair(tmp_path, recipe)
     packed = Path("target") / PACKED_NAME
     assert (pair / packed).read_bytes() == (start / packed).read_bytes()
