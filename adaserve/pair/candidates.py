@@ -66,7 +66,7 @@ class ModelDrafter:
         return logits
 
     def begin(self, contexts: Tensor, depth: int) -> tuple[Tensor, Cache]:
-        cache = Cache(self.model, len(contexts), contexts.shape[1] + depth)
+        cache = Cache.empty(self.model, len(contexts), contexts.shape[1] + depth)
         return extend(self.model, contexts, cache), cache
 
     def grow(self, held: Cache, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Cache]:
@@ -76,11 +76,9 @@ class ModelDrafter:
 
 def _fork(cache: Cache, rows: Tensor) -> Cache:
     """A cache whose row i continues row `rows[i]`."""
-    forked = Cache.__new__(Cache)
     kept = cache.store[:, :, rows, :, : cache.length]
-    forked.store = fn.pad(kept, (0, 0, 0, cache.store.shape[4] - cache.length))
-    forked.rope, forked.length = cache.rope, cache.length
-    return forked
+    room = cache.store.shape[4] - cache.length
+    return Cache(fn.pad(kept, (0, 0, 0, room)), cache.rope, cache.length)
 
 
 @torch.no_grad()

@@ -17,15 +17,20 @@ _AT_ONCE = 512
 """Tokens of a row that are fed together: what attention holds grows with them times the context."""
 
 
+@dataclass
 class Cache:
-    """Keys and values per layer, [rows, kv_heads, capacity, head_dim], filled up to `length`."""
+    """Keys and values, [layers, 2, rows, kv_heads, capacity, head_dim], filled up to `length`.
+    `rope`: cosines and sines of every place."""
 
-    def __init__(self, model: TinyLlama, rows: int, capacity: int) -> None:
+    store: Tensor
+    rope: tuple[Tensor, Tensor]
+    length: int = 0
+
+    @classmethod
+    def empty(cls, model: TinyLlama, rows: int, capacity: int) -> Cache:
         shape = model.shape
         size = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
-        self.store = torch.zeros(size)
-        self.rope = rope(capacity, shape)
-        self.length = 0
+        return cls(torch.zeros(size), rope(capacity, shape))
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def generate(
     With `keys` (uint64 [rows]) every row draws by its own noise, as a server does, and not by `seed`.
     """
     random = torch.Generator().manual_seed(seed)
-    cache = Cache(model, len(prompts), prompts.shape[1] + new)
+    cache = Cache.empty(model, len(prompts), prompts.shape[1] + new)
     out, fed = [prompts], prompts
     for _ in range(new):
         logits = extend(model, fed, cache)

@@ -42,7 +42,7 @@ def sparse_logits(model: TinyLlama, written: Written, window: int, sinks: int) -
     and the last ``window`` tokens before each one (0 = all). The KV cache is as when everything is read.
     """
     whole, first = written.whole, written.prompts.shape[1] - 1
-    full = Cache(model, len(whole), whole.shape[1])
+    full = Cache.empty(model, len(whole), whole.shape[1])
     extend(model, whole[:, :-1], full)
     steps = []
     for position in range(first, whole.shape[1] - 1):
@@ -55,11 +55,9 @@ def sparse_logits(model: TinyLlama, written: Written, window: int, sinks: int) -
 def _without(full: Cache, position: int, sinks: int, left_out: int) -> Cache:
     """What is cached before ``position``, with a gap after the sinks; keys keep their positions."""
     parts = (full.store[..., :sinks, :], full.store[..., sinks + left_out : position, :])
-    cache = Cache.__new__(Cache)
-    cache.store = fn.pad(torch.cat(parts, dim=-2), (0, 0, 0, 1))
-    cache.rope = (full.rope[0][left_out:], full.rope[1][left_out:])
-    cache.length = position - left_out
-    return cache
+    store = fn.pad(torch.cat(parts, dim=-2), (0, 0, 0, 1))
+    cos, sin = (of[left_out:] for of in full.rope)
+    return Cache(store, (cos, sin), position - left_out)
 
 
 def ranks(logits: Tensor, written: Written, noise: Tensor, scale: float, spread: float) -> Tensor:

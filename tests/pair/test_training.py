@@ -73,7 +73,7 @@ def test_saved_weights_are_float16_numbers(tmp_path: Path) -> None:
 def test_cached_generation_is_the_plain_forward() -> None:
     model = random_model()
     tokens = torch.randint(2, TINY.vocab, (3, 12))
-    cache = Cache(model, 3, 12)
+    cache = Cache.empty(model, 3, 12)
     extend(model, tokens[:, :7], cache)
     for position in range(7, 12):
         step = extend(model, tokens[:, position : position + 1], cache)
@@ -202,7 +202,7 @@ def test_long_texts_are_fed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adaserve.pair.generate._AT_ONCE", 5)
     model, tokens = random_model(), torch.randint(2, TINY.vocab, (2, 12))
     torch.testing.assert_close(
-        extend(model, tokens, Cache(model, 2, 12)), model(tokens)[:, -1], rtol=1e-4, atol=1e-4
+        extend(model, tokens, Cache.empty(model, 2, 12)), model(tokens)[:, -1], rtol=1e-4, atol=1e-4
     )
 
 

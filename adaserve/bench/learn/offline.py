@@ -319,7 +319,7 @@ def mixed_text(
     """Continues [rows, prompt] by tokens of ``(p + q) / 2``: the paper's mixed sampling."""
     random_ = torch.Generator().manual_seed(seed)
     whole, tokens = prompts, prompts
-    caches = [(m, Cache(m, len(prompts), prompts.shape[1] + new)) for m in (target, draft)]
+    caches = [(m, Cache.empty(m, len(prompts), prompts.shape[1] + new)) for m in (target, draft)]
     heat = temperature.clamp(min=1e-3)[:, None]
     for _ in range(new):
         both = [fn.softmax(extend(model, tokens, cache) / heat, -1) for model, cache in caches]
