@@ -7,7 +7,6 @@ heads are the target's, as at the start of Medusa-1's training, so a head is onl
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -122,15 +121,9 @@ def train_medusa(run: Run, pair: Path, *, written_tokens: int) -> Path:
     return done
 
 
-@dataclass(frozen=True)
-class _Said:
-    """logits: [levels to come, rows, vocab]."""
-
-    logits: Tensor
-
-
 class MedusaDrafter:
-    """``Drafter`` of heads that see ``target`` read what is given as context, but for its last token."""
+    """``Drafter`` of heads that see ``target`` read what is given as context, but for its last token. What it
+    holds are the logits of the levels to come, [levels, rows, vocab]."""
 
     def __init__(self, target: TinyLlama, blocks: MedusaBlocks) -> None:
         self.target, self.blocks = target, blocks
@@ -142,12 +135,12 @@ class MedusaDrafter:
         return fn.pad(self.blocks(states, 0), (0, 0, 1, 0))
 
     @torch.no_grad()
-    def begin(self, contexts: Tensor, depth: int) -> tuple[Tensor, _Said]:
+    def begin(self, contexts: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         states = observe(self.target, contexts).last[:, -2]
         logits = torch.stack([self.blocks(states, i) for i in range(depth)])
-        return logits[0].clone(), _Said(logits[1:])
+        return logits[0].clone(), logits[1:]
 
-    def grow(self, held: _Said, rows: Tensor, tokens: Tensor) -> tuple[Tensor, _Said]:
+    def grow(self, held: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The same after every token of a level."""
-        logits = held.logits[:, rows]
-        return logits[0].clone(), _Said(logits[1:])
+        logits = held[:, rows]
+        return logits[0].clone(), logits[1:]
