@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -321,10 +322,10 @@ def test_draft(
     seed: Seed = 0,
 ) -> None:
     """Make a draft for tests: the target plus noise (or, with agreement 1, its copy)."""
-    from adaserve.pair.perturbed import copy_model, noisy_copy
+    from adaserve.pair.perturbed import noisy_copy
 
     if agreement >= 1.0:
-        copy_model(target, out)
+        shutil.copytree(target, out, dirs_exist_ok=True)
         say(console, f"{out} is a copy of {target}")
     else:
         say(console, f"{out}: top-1 agreement {noisy_copy(target, out, agreement=agreement, seed=seed):.2f}")

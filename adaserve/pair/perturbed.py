@@ -1,4 +1,4 @@
-"""Drafts for tests: a target with noise on its weights, or its exact copy."""
+"""Drafts for tests: a target with noise on its weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ from adaserve.pair.prompts import load_prompts
 from adaserve.pair.vocabulary import BOS_ID
 
 _BISECTIONS = 10
-
-
-def copy_model(source: Path, out: Path) -> None:
-    """The draft that is always right."""
-    shutil.copytree(source, out)
 
 
 def _perturbed(model: TinyLlama, share: float, seed: int) -> TinyLlama:
@@ -55,6 +50,6 @@ def noisy_copy(source: Path, out: Path, *, agreement: float, seed: int) -> float
         enough = _agreement(model, _perturbed(model, middle, seed), tokens) > agreement
         low, high = (middle, high) if enough else (low, middle)
     noisy = _perturbed(model, low, seed)
-    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
     save_hf(noisy, out)
     return _agreement(model, noisy, tokens)

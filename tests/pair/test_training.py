@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
+from adaserve.cli import app
 from adaserve.pair import distill, export
 from adaserve.pair.candidates import ModelDrafter, draft_trees
 from adaserve.pair.data import Batches, load_tokenizer, open_stream
 from adaserve.pair.distill import divergence, sliced
-from adaserve.pair.evaluate import best_shared, best_tau, distinct_share
+from adaserve.pair.evaluate import best_shared, best_tau, distinct_share, prompt_batch
 from adaserve.pair.export import Recipe, ensure_corpus, train_pair
 from adaserve.pair.folders import PACKED_NAME, PLAIN_NAME, PairError, weights_folder
 from adaserve.pair.generate import Cache, extend, generate
@@ -274,3 +276,16 @@ def test_heads_that_know_different_tokens_have_no_average(tmp_path: Path) -> Non
         average(tmp_path / "a", tmp_path / "b", 0.25, tmp_path / "c")
     assert not (tmp_path / "c").exists()
     average(tmp_path / "a", tmp_path / "a", 0.25, tmp_path / "c")
+
+
+@pytest.mark.parametrize("agreement", [0.6, 1.0])
+def test_a_draft_for_tests_agrees_as_often_as_asked(agreement: float, tmp_path: Path) -> None:
+    """Its folder may be there, if nothing is in it."""
+    target = weights_folder() / "target"
+    words = ["pair", "test-draft", str(target), str(tmp_path), "--agreement", str(agreement)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    tokens = prompt_batch(load_tokenizer(target), "coding", 8, odd=True)
+    with torch.no_grad():
+        best, drafted = (load_hf(folder)(tokens).argmax(-1) for folder in (target, tmp_path))
+    assert float((best == drafted).float().mean()) == pytest.approx(agreement, abs=0.1)
