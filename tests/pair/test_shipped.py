@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from adaserve.pair import evaluate
 from adaserve.pair.candidates import ModelDrafter
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.eagle import HeadShape
@@ -19,6 +20,7 @@ from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.shape import DRAFT, MEDUSA_DEPTH, MEDUSA_LAYERS, TARGET
 from adaserve.pair.train import next_token_loss
+from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.sharpening import FILE_NAME, load_sharpening
 
 WEIGHTS = Path(str(files("adaserve.pair").joinpath("weights")))
@@ -102,3 +104,16 @@ def test_long_contexts_are_read_as_well_as_short_ones(pair: tuple[TinyLlama, Tin
             for part in (slice(200, 1200), slice(5000, 6000))
         )
         assert late < early + 0.4
+
+
+def test_many_rows_ask_for_no_more_long_texts_than_there_are(
+    pair: tuple[TinyLlama, TinyLlama], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come last: an hour of measuring would end in a refusal."""
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(evaluate, "WINDOWS", ())
+    monkeypatch.setattr(evaluate, "write", lambda _, prompts, *__, **___: asked.append(prompts.shape))
+    monkeypatch.setattr(evaluate, "noise_of", lambda *_: None)
+    measured = evaluate.Evaluation(WEIGHTS, "draft", tmp_path, rows=1000, new=16, seed=0)
+    measured._long_rows(pair[1], MAX_CONTEXT_TOKENS, 0.0, load_sharpening(WEIGHTS / "draft"))
+    assert len(asked) == 2 and all(rows > 4 for rows, _ in asked)
