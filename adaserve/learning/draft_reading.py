@@ -20,8 +20,6 @@ from adaserve.noise import gumbel
 from adaserve.pair.calibration import misjudged
 from adaserve.sharpening import Correction, DraftSharpening
 
-NO_CORRECTION = Correction()
-
 _NOISE_FACTORS = np.geomspace(0.75, 1.4, 9)
 _TAU_FACTORS = np.geomspace(0.6, 1.8, 15)
 UNKNOWN = -1e4
@@ -93,7 +91,7 @@ def fit(
     records: Sequence[Record],
     logits: Sequence[Tensor],
     sharpening: DraftSharpening,
-    present: Correction = NO_CORRECTION,
+    present: Correction,
 ) -> Correction:
     """What ``sharpening`` lacks for a draft that says ``logits`` [n, vocab] of each record.
 

@@ -108,10 +108,10 @@ def loss_of(loss: Loss, p: Tensor, q: Tensor, greedy: bool) -> Tensor:
     return plain + 0.5 * loss(sharpened(p), sharpened(q)) if greedy else plain
 
 
-def expected_accepted(accepted: Tensor, chain: int = CHAIN) -> float:
+def expected_accepted(accepted: Tensor) -> float:
     """Tokens of a chain of drafts that are accepted on average, from [n] acceptances of n positions in a row.
 
     A chain that starts at t gives ``a_t + a_t a_t+1 + ...``; the mean is over all starts that have room.
     """
-    chain = min(chain, len(accepted))
+    chain = min(CHAIN, len(accepted))
     return float(accepted.unfold(0, chain, 1).cumprod(dim=1).sum(1).mean())

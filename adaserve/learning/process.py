@@ -134,12 +134,12 @@ class Process:
     def _judged(self, found: Judgement) -> bool:
         """Tells the server. Whether the candidate serves from now on."""
         trainer = self._trainer
-        scores = (float(found.present.mean()), float(found.first.mean()), float(found.candidate.mean()))
+        present, first, candidate = (float(s.mean()) for s in (found.present, found.first, found.candidate))
         counts = (trainer.requests, trainer.tokens, trainer.updates)
-        send(self._server, Progress(*scores, found.verdict, found.by_class(), *counts))
-        taken = found.wins and self._offer(found.draft, scores[2], scores[0])
+        send(self._server, Progress(present, first, candidate, found.verdict, found.by_class(), *counts))
+        taken = found.wins and self._offer(found.draft, candidate, present)
         if taken:
-            self._keep(found)
+            self._keep(found.draft, present, first, candidate)
         return taken
 
     def _offer(self, draft: Snapshot, score: float, present: float) -> bool:
@@ -154,10 +154,9 @@ class Process:
         self._resume()
         return self._answers.pop(self._offered)
 
-    def _keep(self, found: Judgement) -> None:
+    def _keep(self, draft: Snapshot, present: float, first: float, candidate: float) -> None:
         if self._versions is None:
             return
-        candidate, present, first = (float(s.mean()) for s in (found.candidate, found.present, found.first))
         version = Version(
             number=0,
             at=0.0,
@@ -166,11 +165,11 @@ class Process:
             first=first,
             tokens=self._trainer.tokens,
             draft=self._settings.draft,
-            correction=found.draft.correction,
+            correction=draft.correction,
             began_as=self._began_as,
         )
         try:
-            self._versions.add(to_bytes(found.draft.state), version)
+            self._versions.add(to_bytes(draft.state), version)
         except OSError as error:  # a full disk must not end the learning
             logger.warning("AdaServe: a draft could not be kept: %s", error)
 

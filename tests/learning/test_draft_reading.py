@@ -65,7 +65,7 @@ def test_greedy_requests_are_right_or_wrong() -> None:
 @pytest.mark.parametrize("sure", [0.8, 1.0, 1.25])
 def test_the_weight_of_the_noise_follows_how_sure_a_draft_is(sure: float) -> None:
     records = [served(logits(seed), key=seed) for seed in (1, 2, 3)]
-    found = draft_reading.fit(records, [sure * logits(seed) for seed in (1, 2, 3)], EXACT)
+    found = draft_reading.fit(records, [sure * logits(seed) for seed in (1, 2, 3)], EXACT, Correction())
     assert found.noise == pytest.approx(sure, rel=0.09)
 
 
@@ -74,7 +74,7 @@ def test_taus_follow_how_often_a_draft_is_right() -> None:
     says = logits(1)
     for temperature, field in ((TEMPERATURE, "tau"), (0.0, "greedy_tau")):
         record = served(says, temperature)
-        knows, guesses = (draft_reading.fit([record], [of], EXACT) for of in (says, logits(2)))
+        knows, guesses = (draft_reading.fit([record], [of], EXACT, Correction()) for of in (says, logits(2)))
         assert getattr(knows, field) < 0.9
         assert getattr(guesses, field) > 1.5
 
@@ -86,7 +86,7 @@ def test_tokens_that_a_draft_does_not_know_make_it_less_sure() -> None:
         record = served(says, temperature)
         knows = says.clone()
         knows[:, draft_reading.served(record)[: POSITIONS // 2].unique()] = draft_reading.UNKNOWN
-        all_known, some = (draft_reading.fit([record], [of], EXACT) for of in (says, knows))
+        all_known, some = (draft_reading.fit([record], [of], EXACT, Correction()) for of in (says, knows))
         assert getattr(some, field) > 1.2 * getattr(all_known, field)
 
 
@@ -100,9 +100,9 @@ def test_what_the_newest_requests_do_not_show_stays_as_it_is() -> None:
 
 
 def test_nothing_to_fit_to_changes_nothing() -> None:
-    assert draft_reading.fit([], [], EXACT) == Correction()
+    assert draft_reading.fit([], [], EXACT, Correction()) == Correction()
     unkeyed = replace(served(logits(1)), key=0)
-    assert draft_reading.fit([unkeyed], [logits(1)], EXACT) == Correction()
+    assert draft_reading.fit([unkeyed], [logits(1)], EXACT, Correction()) == Correction()
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 0.2, 0.4, 0.8])

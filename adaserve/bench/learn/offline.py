@@ -243,15 +243,15 @@ def counts(trainer: Trainer, draft: Snapshot, records: Sequence[Record]) -> np.n
     return np.array(found)
 
 
-def verified(right: Tensor, chain: int = CHAIN) -> tuple[int, int]:
+def verified(right: Tensor) -> tuple[int, int]:
     """Accepted tokens and verifications of a request whose draft is ``right`` (1, else 0) at positions [n].
 
-    A verification accepts the tokens up to the first wrong one, at most ``chain``, and adds the target's own.
+    A verification accepts the tokens up to the first wrong one, at most ``CHAIN``, and adds the target's own.
     """
     times, at, sequence = 0, 0, [bool(r) for r in right.tolist()]
     taken = 0
     while at < len(sequence):
-        ahead = sequence[at : at + chain]
+        ahead = sequence[at : at + CHAIN]
         run = ahead.index(False) if False in ahead else len(ahead)
         taken, times, at = taken + run, times + 1, at + run + 1
     return taken, times
