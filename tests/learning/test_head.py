@@ -125,6 +125,18 @@ def test_a_damaged_head_learns_on_what_was_served(pair: tuple[Path, Any, Head], 
     assert float(found.candidate.mean()) > 1.05 * float(found.present.mean())
 
 
+def test_a_head_learns_nothing_from_served_tokens_that_it_does_not_know(pair: tuple[Path, Any, Head]) -> None:
+    """With the hard loss, which has nothing but these tokens: no update can make such a one likelier."""
+    folder, target, head = pair
+    trainer = Trainer(copy_of(folder), [], Recipe(loss="hard"), sharpening=PLAIN, replay_bytes=1)
+    records = with_states(served(target, 16), head)
+    knows = torch.cat([torch.isin(draft_reading.served(r), head.token_ids) for r in records])
+    said = zip(records, trainer.draft.logits(records), strict=True)
+    loss = torch.cat([trainer.loss_on(record, logits) for record, logits in said])
+    assert 0 < knows.sum() < len(knows)
+    assert loss[~knows].eq(0).all() and 0 < loss[knows].mean() < 100
+
+
 @pytest.mark.parametrize(
     "change", [{"num_hidden_layers": 2}, {"num_attention_heads": 1}, {"norm_output": True}]
 )

@@ -142,6 +142,21 @@ def test_a_candidate_that_has_caught_up_is_taken_in_place_of_the_first_draft(
     assert [f.verdict for f in seen] == ["better"] * 3
 
 
+def test_a_candidate_that_the_server_drops_is_trained_no_further(
+    target: tuple[torch.nn.Module, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was found to gain is not served, so the next one must be found on its own."""
+    trainer = trainer_of(target[1])
+    found = trainer.judge(served(target[0], 8), lambda: None)
+    monkeypatch.setattr(trainer, "judge", lambda *_: replace(found, candidate=found.present + 1.0))
+    restarts: list[bool] = []
+    for taken in (True, False):
+        monkeypatch.setattr(trainer, "restart", lambda taken=taken: restarts.append(taken))
+        for _ in range(JUDGE_EVERY):
+            trainer.round([], lambda _, taken=taken: taken, lambda: None)
+    assert restarts == [False]
+
+
 def test_a_draft_that_has_just_begun_to_serve_is_not_blamed_for_the_one_before(
     target: tuple[torch.nn.Module, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
