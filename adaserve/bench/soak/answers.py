@@ -33,7 +33,6 @@ class Answer:
     prompt_tokens: int | None = None
     slo_class: str | None = None
     streamed: bool = False
-    events: int = 0
     faults: list[str] = field(default_factory=list)  # what was wrong with the stream itself
 
 
@@ -176,4 +175,4 @@ class StreamReader:
             slo_class = self._slo
             if self._path not in OLLAMA and self._usage is None:
                 faults.append("the stream has no usage")
-        return Answer(choices, tokens, prompt_tokens, slo_class, True, self.events, faults)
+        return Answer(choices, tokens, prompt_tokens, slo_class, True, faults)

@@ -60,7 +60,7 @@ def _choice_faults(call: Call, choice: Choice) -> list[str]:
 
 
 def _text_faults(call: Call, text: str) -> list[str]:
-    """A sequence that ended by itself fulfils its grammar and holds no stop string."""
+    """A sequence that ended by itself fulfils its grammar."""
     params = call.params
     regex, schema = params.get("regex"), params.get("json_schema")
     if regex is not None and not re.fullmatch(regex, text):

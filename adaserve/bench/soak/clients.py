@@ -55,7 +55,7 @@ class _LeftError(Exception):
 class Client:
     """Sends calls on many lanes at once; the parent pauses and stops it."""
 
-    def __init__(self, role: Role, pipe: Connection | None = None) -> None:
+    def __init__(self, role: Role, pipe: Connection) -> None:
         self._role, self._pipe = role, pipe
         cases = [call for call, _ in role.references.values()]
         self._mix = Mix(role.seed, role.texts, cases, role.vocab)
@@ -63,27 +63,18 @@ class Client:
         self._going = asyncio.Event()
         self._stopping = False
         self._busy = 0
-        self._http: aiohttp.ClientSession
 
     async def run(self) -> None:
-        async with self:
+        # Shorter than the server's own patience with idle connections, so that none is reused as it closes.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+        timeout = aiohttp.ClientTimeout(total=self._role.deadline_s)
+        async with aiohttp.ClientSession(self._role.url, connector=connector, timeout=timeout) as self._http:
             lanes = [asyncio.create_task(self._lane()) for _ in range(self._role.lanes)]
             await self._obey()
             await asyncio.gather(*lanes)
 
-    async def __aenter__(self) -> Client:
-        # Shorter than the server's own patience with idle connections, so that none is reused as it closes.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-        timeout = aiohttp.ClientTimeout(total=self._role.deadline_s)
-        self._http = aiohttp.ClientSession(self._role.url, connector=connector, timeout=timeout)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.close()
-
     async def _obey(self) -> None:
         """Reports to the parent, and does what it says, until it says stop."""
-        assert self._pipe is not None
         while not self._stopping:
             while self._pipe.poll():
                 word = self._pipe.recv()

@@ -17,6 +17,7 @@ from adaserve.bench.prompts import held_out
 from adaserve.bench.servers import running
 from adaserve.bench.soak.clients import Role
 from adaserve.bench.soak.invariants import (
+    TOKENS,
     MemorySample,
     ServerCounts,
     count_faults,
@@ -284,7 +285,7 @@ def _record(soak: Soak, interrupted: bool) -> Record:
     with suppress(httpx.HTTPError):
         extra["learning"] = soak.control.snapshot()["learning"]
         extra["retractions"] = soak.control.total("sglang:num_retracted_requests_total")
-        extra["server_output_tokens"] = soak.control.total("adaserve:output_tokens_total")
+        extra["server_output_tokens"] = soak.control.total(TOKENS)
     return record_of(
         made=soak.made, plan=asdict(soak.plan), tally=soak.tally, samples=soak.samples, seconds=soak.seconds,
         extra=extra, interrupted=interrupted,
