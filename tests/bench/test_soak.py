@@ -357,6 +357,14 @@ def test_a_violation_reaches_the_report(invariant: str) -> None:
     assert "what was seen" in markdown(record)
 
 
+def test_a_draft_that_was_never_swapped_has_no_last_time() -> None:
+    learning = {"requests": 5, "swaps": 0, "swap_ms": 0.0, "rejected": 1}
+    page = markdown({**recorded(Tally()), "learning": learning})
+    assert "from 5 requests and was swapped 0 times; 1 candidates were rejected." in page
+    page = markdown({**recorded(Tally()), "learning": {**learning, "swaps": 2, "swap_ms": 0.31}})
+    assert "swapped 2 times, the last time in 0.3 ms; 1 candidates" in page
+
+
 def test_what_ends_a_process_group_leaves_the_clients_to_the_soak() -> None:
     """Clients that a signal to all had ended would be violations of the server's."""
     answers = {number: (call, good()) for number, call in enumerate(greedy_cases(TEXTS, 0))}

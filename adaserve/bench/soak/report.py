@@ -131,10 +131,10 @@ def markdown(d: Record) -> str:
 def _learned(learning: Mapping[str, Any] | None) -> str:
     if learning is None:
         return ""
+    last = f", the last time in {learning['swap_ms']:.1f} ms" if learning["swaps"] else ""
     return (
-        f" The draft learned from {learning['requests']:,} requests and was swapped {learning['swaps']} "
-        f"times, the last time in {learning['swap_ms']:.1f} ms; {learning['rejected']} candidates were "
-        "rejected."
+        f" The draft learned from {learning['requests']:,} requests and was swapped {learning['swaps']} times"
+        f"{last}; {learning['rejected']} candidates were rejected."
     )
 
 
