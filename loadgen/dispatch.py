@@ -8,6 +8,7 @@ import gc
 import os
 import resource
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import gevent
 from gevent.event import Event
@@ -15,7 +16,7 @@ from gevent.pool import Group
 
 from adaserve.loadgen.recorder import LogHistogram
 from adaserve.loadgen.schedule import PlannedRequest
-from adaserve.loadgen.stream import Target, never_sent, run_clock, send
+from adaserve.loadgen.stream import Target, never_sent, send
 from adaserve.slo.metrics import RequestRecord
 
 CONNECT_S = 0.0873
@@ -48,14 +49,14 @@ class Dispatcher:
         self._worker = worker
         self._running = Group()
         self._stopped = Event()
-        self._now: Callable[[], float] = run_clock(0.0)
+        self._t0 = 0.0
         self.read_lag = LogHistogram()
 
     def run(self, t0: float) -> None:
         """Blocks until everything was sent and answered, or :meth:`stop` was called.
 
         ``t0``: the value of ``perf_counter()`` that is time 0 of the schedule."""
-        self._now = run_clock(t0)
+        self._t0 = t0
         # A full garbage collection stops all streams for tens of ms; the schedule never becomes garbage.
         gc.collect()
         gc.freeze()
@@ -72,6 +73,10 @@ class Dispatcher:
         """Ends the run: nothing more is sent, open streams are closed and recorded as interrupted."""
         self._stopped.set()
         self._running.kill()
+
+    def _now(self) -> float:
+        """Seconds since the start of the run."""
+        return perf_counter() - self._t0
 
     def _wait_until(self, at_s: float) -> bool:
         """Sleeps until a time of the run; False when the run was stopped. Times are absolute: if it slept for
@@ -120,12 +125,12 @@ class Dispatcher:
         self._on_record(record)
 
 
-def make_room_for_sockets(most: int = 8192) -> None:
+def make_room_for_sockets() -> None:
     """Makes the kernel enlarge the process's table of open files now.
 
     It doubles when it is full, and a process with several threads then stands still for a grace
     period of RCU: 5 to 20 ms in the middle of the run, seen by all streams as a late token."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most, (soft, _) = 8192, resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = most - 1 if soft == resource.RLIM_INFINITY else min(most, soft) - 1
     with open(os.devnull, "rb") as file, contextlib.suppress(OSError):
         os.close(fcntl.fcntl(file, fcntl.F_DUPFD, highest))

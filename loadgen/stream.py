@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 from urllib.parse import urlsplit
 
 import gevent
@@ -358,11 +357,6 @@ class _Reader:
         record.judge()
 
 
-def run_clock(t0: float) -> Callable[[], float]:
-    """Seconds since ``t0`` (a value of perf_counter)."""
-    return lambda: perf_counter() - t0
-
-
 def _encodable(text: str | None) -> str | None:
     return None if text is None else text.encode("utf-8", "replace").decode()
 
@@ -370,8 +364,8 @@ def _encodable(text: str | None) -> str | None:
 def _short(text: str) -> str:
     """One line for an error message: the server's own words where it sent JSON."""
     try:
-        event = protocol.parse_event("completions", json.loads(text), 0)
-        text = event.error or json.loads(text).get("detail") or text
+        data = json.loads(text)
+        text = protocol.parse_event("completions", data, 0).error or data.get("detail") or text
     except protocol.NOT_UNDERSTOOD:
         pass
     return " ".join(str(text).split())[:300]

@@ -54,7 +54,7 @@ def answered(parts: list[bytes], api: str = "completions", **planned: Any) -> tu
         server = threading.Thread(target=serve)
         server.start()
         request = PlannedRequest(0, 0.0, "chat", 1000.0, 1000.0, "Hello", 4, 3, **planned)
-        answer = stream.send(target, request, "", 0.0, stream.run_clock(0.0), lambda _: True)
+        answer = stream.send(target, request, "", 0.0, time.perf_counter, lambda _: True)
         server.join()
     assert answer is not None
     return answer.record, answer.text
