@@ -54,23 +54,20 @@ class ClassTally:
     requests: int = 0
     failed: int = 0
     attained: int = 0
-    output_tokens: int = 0
     good_tokens: int = 0
     slo_tpot_ms: float | None = None
-    slo_ttft_ms: float | None = None
     tpot_sum_ms: float = 0.0
     tpot: LogHistogram = field(default_factory=LogHistogram)
     ttft: LogHistogram = field(default_factory=LogHistogram)
 
     def add(self, record: RequestRecord) -> None:
-        self.slo_tpot_ms, self.slo_ttft_ms = record.slo_tpot_ms, record.slo_ttft_ms
+        self.slo_tpot_ms = record.slo_tpot_ms
         if not record.judged:
             return
         self.requests += 1
         self.failed += not record.ok
         if not record.ok:
             return
-        self.output_tokens += record.output_tokens
         if record.attained:
             self.attained += 1
             self.good_tokens += record.output_tokens
@@ -91,13 +88,11 @@ class ClassTally:
             "requests": self.requests,
             "failed": self.failed,
             "slo_tpot_ms": self.slo_tpot_ms,
-            "slo_ttft_ms": self.slo_ttft_ms,
             "mean_tpot_ms": self.tpot_sum_ms / self.tpot.n if self.tpot.n else None,
             "p99_tpot_ms": self.tpot.percentile(99),
             "p50_ttft_ms": self.ttft.percentile(50),
             "attained": self.attained,
             "attainment": self.attainment,
-            "output_tokens": self.output_tokens,
             "good_tokens": self.good_tokens,
         }
 
@@ -106,7 +101,6 @@ class Recorder:
     """``requests.jsonl`` and ``progress.json`` of one run."""
 
     def __init__(self, out: Path, planned: int) -> None:
-        out.mkdir(parents=True, exist_ok=True)
         self.out = out
         self.planned = planned
         self.finished = 0
@@ -123,18 +117,10 @@ class Recorder:
     def rows(self) -> list[dict[str, Any]]:
         """The live table: classes by name, then all of them together."""
         rows = [tally.row(name) for name, tally in sorted(self.classes.items())]
-        requests = sum(r["requests"] for r in rows)
-        attained = sum(r["attained"] for r in rows)
-        total = {
-            "name": "all",
-            "requests": requests,
-            "failed": sum(r["failed"] for r in rows),
-            "attained": attained,
-            "attainment": attained / requests if requests else None,
-            "output_tokens": sum(r["output_tokens"] for r in rows),
-            "good_tokens": sum(r["good_tokens"] for r in rows),
-        }
-        return [*rows, total]
+        counts = ("requests", "failed", "attained", "good_tokens")
+        total = {key: sum(r[key] for r in rows) for key in counts}
+        attainment = total["attained"] / total["requests"] if total["requests"] else None
+        return [*rows, {"name": "all", **total, "attainment": attainment}]
 
     def write_progress(self) -> None:
         """Replaces ``progress.json``, which is not indented: that would take time from the streams."""
