@@ -50,7 +50,10 @@ _STOP_MASTER_S = 50.0
 
 
 class LocalRun:
-    """A run in this process; also what master and worker have in common with it."""
+    """A run in this process; also what a master has in common with it."""
+
+    patience_s = _STOP_WORKER_S
+    """Of whoever ends the run early, for its open streams."""
 
     def __init__(
         self, environment: Environment, config: BenchConfig, out: Path, checked: bool = False
@@ -91,7 +94,7 @@ class LocalRun:
             self._stopped = True
             self.reasons.append(INTERRUPTED)
             self._send_no_more()
-            self.done.wait(_STOP_WORKER_S)
+            self.done.wait(self.patience_s)
 
     def _send_no_more(self) -> None:
         if self._dispatcher is not None:
@@ -197,6 +200,8 @@ def _without_paths(config: BenchConfig) -> BenchConfig:
 class MasterRun(LocalRun):
     """Plans and records; the workers send."""
 
+    patience_s = _STOP_MASTER_S
+
     def __init__(
         self, environment: Environment, config: BenchConfig, out: Path, checked: bool = False
     ) -> None:
@@ -230,12 +235,8 @@ class MasterRun(LocalRun):
             self.finish()
 
     def stop(self) -> None:
-        if not self._finished:
-            self._stopped = True
-            self.reasons.append(INTERRUPTED)
-            self._send_no_more()
-            self.done.wait(_STOP_MASTER_S)
-            self.finish()
+        super().stop()
+        self.finish()  # also where a worker has not answered
 
     def _send_no_more(self) -> None:
         for client in list(self._waiting):
