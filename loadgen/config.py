@@ -187,16 +187,13 @@ class BenchConfig(Setting):
     def baseline_s(self) -> float | None:
         return None if self.baseline_ms is None else self.baseline_ms / 1e3
 
-    def to_mapping(self) -> dict[str, Any]:
-        """YAML form, read back by :func:`from_mapping`. Without secrets: it is kept with results."""
+    def save(self, path: str | Path) -> None:
+        """As ``load_config`` reads it. Without secrets: it is kept with results."""
         data = self.model_dump()
         data["server"]["headers"] = {k: v for k, v in self.server.headers.items() if not _secret(k)}
         for c in data["classes"].values():
             del c["name"]
-        return data
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(yaml.safe_dump(self.to_mapping(), sort_keys=False), encoding="utf-8")
+        Path(path).write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
 
 
 _SECRETS = ("auth", "cookie", "credential", "key", "password", "secret", "signature", "token")
