@@ -148,8 +148,9 @@ def mean_accepted(samples: list[tuple[Trees, Tensor]]) -> float:
     return float(torch.cat([trees.accepted(actual) for trees, actual in samples]).float().mean())
 
 
-def reliability(samples: list[tuple[Trees, Tensor]], bins: int = 8) -> list[dict[str, float]]:
+def reliability(samples: list[tuple[Trees, Tensor]]) -> list[dict[str, float]]:
     """Mean predicted and observed acceptance of nodes, binned by predicted path probability."""
+    bins = 8
     predicted = torch.cat([torch.stack(t.probability, 1).flatten() for t, _ in samples])
     observed = torch.cat([t.hits(actual).flatten() for t, actual in samples]).float()
     edge = (predicted * bins).long().clamp(max=bins - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -146,11 +146,7 @@ def test_batches_visit_every_window_once_and_resume() -> None:
 
 
 def test_prompt_file_is_small() -> None:
-    from importlib.resources import files
-
-    raw = files("adaserve.pair").joinpath("prompts.jsonl.gz").read_bytes()
-    assert len(raw) < 1_500_000
-    assert json.loads(json.dumps(load_prompts("chat")[0].text))
+    assert len(files("adaserve.pair").joinpath("prompts.jsonl.gz").read_bytes()) < 1_500_000
 
 
 def test_a_source_that_pip_cannot_fetch_is_one_sentence(
