@@ -102,14 +102,14 @@ class FleetPlan:
     """What to run."""
 
     out: Path
-    replicas: int = 2
-    router: str = "sglang-router"
-    size: str = "100M"
-    rps: float = 2.0
-    seconds: float = 60.0
-    warmup_s: float = 10.0  # requests that arrive before are served and not judged
-    seed: int = 0
-    policy: str = "priced"
+    replicas: int
+    router: str
+    size: str
+    rps: float
+    seconds: float
+    warmup_s: float  # requests that arrive before are served and not judged
+    seed: int
+    policy: str
 
 
 def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
