@@ -126,6 +126,17 @@ def test_beam_levels_are_the_best_of_all_extensions() -> None:
         assert [tuple(path) for path in trees.paths[1][row].tolist()] == expected
 
 
+def test_half_of_each_batch_is_what_the_target_wrote() -> None:
+    """Also of a run that goes on."""
+    streams = [np.arange(first, first + 1001, dtype=np.uint16) for first in (0, 2000)]
+    whole, rest = (distill.Mixture(*(Batches(stream, seed=3) for stream in streams)) for _ in range(2))
+    seen = [whole.take(4, 10) for _ in range(30)]
+    assert all((batch[:2] < 2000).all() and (batch[2:] >= 2000).all() for batch in seen)
+    assert len({int(row[0]) for batch in seen for row in batch}) == 4 * 30, "no window comes twice"
+    rest.used_tokens = 20 * 4 * 10
+    assert (rest.take(4, 10) == seen[20]).all()
+
+
 def test_slice_of_same_shape_is_the_target() -> None:
     model, tokens = random_model(), torch.randint(2, TINY.vocab, (2, 10))
     draft = sliced(model, TINY)
