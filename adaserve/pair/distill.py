@@ -90,20 +90,22 @@ class Mixture(Batches):
         return window
 
 
-def lessons(target: TinyLlama, run: Run, written_tokens: int) -> Mixture:
-    """Endless batches for the drafts of ``target``. It writes its half of the text, once, to ``run.out``."""
+def lessons(run: Run, target_folder: Path, written_tokens: int) -> tuple[TinyLlama, Mixture]:
+    """A target, which is not trained, and endless batches for its drafts. It writes its half of the text,
+    once, to ``run.out``. Threads and random numbers are those of the run from here on."""
+    torch.set_num_threads(run.threads)
+    torch.manual_seed(run.seed)
+    target = load_hf(target_folder).requires_grad_(False)
     run.out.mkdir(parents=True, exist_ok=True)
     real, written = run.corpus / "train.bin", run.out / "written.bin"
     if not written.exists():
         write_text(target, real, written, written_tokens, seed=run.seed)
-    return Mixture(Batches(open_stream(real), seed=run.seed), Batches(open_stream(written), seed=run.seed))
+    streams = (Batches(open_stream(path), seed=run.seed) for path in (real, written))
+    return target, Mixture(*streams)
 
 
 def train_draft(run: Run, target_folder: Path, *, written_tokens: int) -> None:
-    torch.set_num_threads(run.threads)
-    torch.manual_seed(run.seed)
-    target = load_hf(target_folder).requires_grad_(False)
-    text = lessons(target, run, written_tokens)
+    target, text = lessons(run, target_folder, written_tokens)
     draft = sliced(target, DRAFT) if run.start is None else load_hf(run.start / "draft", ROPE_THETA)
 
     def loss(window: Tensor) -> Tensor:

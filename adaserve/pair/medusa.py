@@ -15,7 +15,7 @@ from torch.nn import functional as fn
 
 from adaserve.medusa import MedusaHeads, load_medusa, save_medusa
 from adaserve.pair.distill import lessons
-from adaserve.pair.model import TinyLlama, load_hf
+from adaserve.pair.model import TinyLlama
 from adaserve.pair.observed import Observed, observe
 from adaserve.pair.shape import MEDUSA_DEPTH, MEDUSA_LAYERS
 from adaserve.pair.train import Run, Trainer, head_run
@@ -106,10 +106,7 @@ def heads_loss(blocks: MedusaBlocks, seen: Observed, share: int = 1) -> Tensor:
 
 def train_medusa(run: Run, pair: Path, *, written_tokens: int) -> Path:
     """Heads for ``pair/target``, in the folder that is returned. ``run.start``: heads to go on from."""
-    torch.set_num_threads(run.threads)
-    torch.manual_seed(run.seed)
-    target = load_hf(pair / "target").requires_grad_(False)
-    text = lessons(target, run, written_tokens)
+    target, text = lessons(run, pair / "target", written_tokens)
     blocks = MedusaBlocks(target) if run.start is None else MedusaBlocks.of(load_medusa(run.start), target)
 
     def loss(window: Tensor) -> Tensor:

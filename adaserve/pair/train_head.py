@@ -13,7 +13,6 @@ from torch import Tensor
 from adaserve.pair.data import open_stream
 from adaserve.pair.distill import lessons
 from adaserve.pair.eagle import EagleHead, HeadShape, load_head, narrowed, save_head
-from adaserve.pair.model import load_hf
 from adaserve.pair.observed import Observed, observe
 from adaserve.pair.train import Run, Trainer, head_run
 
@@ -79,10 +78,7 @@ def fast_products() -> AbstractContextManager[Any]:
 def train_eagle(run: Run, pair: Path, *, written_tokens: int, shape: HeadShape) -> None:
     """An EAGLE-3 head for ``pair/target``, written to ``run.out``. ``run.start``: a head to go on from,
     with ``shape``'s KV heads and otherwise as it is."""
-    torch.set_num_threads(run.threads)
-    torch.manual_seed(run.seed)
-    target = load_hf(pair / "target").requires_grad_(False)
-    text = lessons(target, run, written_tokens)
+    target, text = lessons(run, pair / "target", written_tokens)
     if run.start is None:
         streams = [run.corpus / "train.bin", run.out / "written.bin"]
         head = EagleHead(target, shape, frequent_tokens(streams, shape.vocab, target.shape.vocab))
