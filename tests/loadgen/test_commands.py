@@ -153,13 +153,17 @@ def test_a_trace_may_need_the_baseline_though_no_class_does(tmp_path: Path) -> N
     assert tpots_ms == pytest.approx([2 * checked.baseline_ms, 3 * checked.baseline_ms])
 
 
+def endless(fake: Fake, out: Path, processes: int = 1, *more: str) -> list[str]:
+    """A load test that somebody has to end."""
+    fixed = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
+    told = ("--out", str(out), "--processes", str(processes))
+    return command("bench", "serve", "--url", fake.url, *fixed, *told, *more)
+
+
 def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
     out, processes = tmp_path / "r", 2
     with running_fake(token_ms=5) as fake:
-        args = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
-        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
-        line += ["--processes", str(processes)]
-        process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(endless(fake, out, processes), stderr=subprocess.DEVNULL)
         try:
             wait_for(lambda: finished(out) >= 30)
             children = psutil.Process(process.pid).children(recursive=True)
@@ -182,9 +186,7 @@ def test_a_run_that_is_interrupted_while_it_is_prepared_sends_nothing(processes:
     """A server that is slow to tell its metrics keeps it there."""
     out = tmp_path / "r"
     with running_fake(token_ms=5, metrics_ms=3000) as fake:
-        args = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
-        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
-        process = subprocess.Popen([*line, "--processes", str(processes)], stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(endless(fake, out, processes), stderr=subprocess.PIPE, text=True)
         try:
             wait_for((out / "env.json").exists)
             process.send_signal(signal.SIGINT)
@@ -198,9 +200,7 @@ def test_a_run_that_is_interrupted_while_it_is_prepared_sends_nothing(processes:
 def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
     out = tmp_path / "r"
     with running_fake(token_ms=5) as fake:
-        args = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
-        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
-        process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(endless(fake, out), stderr=subprocess.DEVNULL)
         wait_for(lambda: finished(out) >= 20)
         for child in psutil.Process(process.pid).children():
             os.kill(child.pid, signal.SIGKILL)
@@ -214,10 +214,8 @@ def test_a_full_disk_ends_the_run(processes: int, tmp_path: Path) -> None:
     """Nobody waits for requests whose records are lost. A limit on the size of files stands for the disk."""
     out, room = tmp_path / "r", 20_000
     with running_fake(token_ms=2) as fake:
-        args = ("--duration", "300", "--rps", "40", "--output-tokens", "4", "--baseline-ms", "20")
-        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
         done = subprocess.run(
-            [*line, "--processes", str(processes)],
+            endless(fake, out, processes, "--rps", "40"),
             capture_output=True,
             text=True,
             timeout=120,
@@ -234,9 +232,7 @@ def test_the_load_ends_with_its_command(tmp_path: Path) -> None:
     """A terminal that closes, a host without memory: nobody would see who goes on loading the server."""
     out, processes = tmp_path / "r", 2
     with running_fake(token_ms=5) as fake:
-        args = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
-        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
-        process = subprocess.Popen([*line, "--processes", str(processes)], stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(endless(fake, out, processes), stderr=subprocess.DEVNULL)
         wait_for(lambda: finished(out) >= 20)
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
@@ -254,9 +250,7 @@ def test_the_load_ends_with_its_command(tmp_path: Path) -> None:
 def test_a_load_that_only_starts_ends_with_its_command_as_well(tmp_path: Path) -> None:
     """Locust takes two seconds to start."""
     with running_fake(token_ms=5) as fake:
-        args = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
-        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(tmp_path / "r"))
-        process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(endless(fake, tmp_path / "r"), stderr=subprocess.DEVNULL)
         found = psutil.Process(process.pid)
         wait_for(lambda: any("ctypes" in m.path for c in found.children() for m in c.memory_maps()))
         children = found.children()
