@@ -150,7 +150,8 @@ def _stopped_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """Ends the process group whatever happens; politely first, so that records are written."""
     # Set for SIGINT too: a shell starts background jobs with Ctrl-C ignored, and so would Locust be,
     # which is why it gets SIGTERM.
-    signals = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
+    in_main = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM) if in_main else ()
     previous = {number: signal.signal(number, _interrupt) for number in signals}
     try:
         yield
@@ -165,10 +166,6 @@ def _stopped_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.wait()
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _interrupt(_signum: int, _frame: Any) -> None:
