@@ -65,7 +65,7 @@ class Dispatcher:
         for turns in self._sessions:
             if not self._wait_until(turns[0].at_s - CONNECT_S):
                 break
-            self._running.start(gevent.Greenlet(self._session, turns))
+            self._running.spawn(self._session, turns)
         self._running.join()
         watch.kill()
 
@@ -102,10 +102,7 @@ class Dispatcher:
         ready_s = turns[0].at_s
         for k, request in enumerate(turns):
             due_s = max(request.at_s, ready_s)
-            try:
-                if request.turn and not self._wait_until(due_s - CONNECT_S):
-                    return
-            except gevent.GreenletExit:
+            if request.turn and not self._wait_until(due_s - CONNECT_S):
                 return
             answer = send(self._target, request, history, due_s, self._now, self._wait_until)
             if answer is None:

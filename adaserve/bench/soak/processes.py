@@ -83,7 +83,7 @@ class ClientProcesses:
         for pipe in self._pipes:
             try:
                 pipe.send(word)
-            except (BrokenPipeError, OSError):
+            except OSError:
                 continue  # poll() reports a client that ended
 
 
