@@ -10,12 +10,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as fn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+from transformers.utils import cached_file
 
 from adaserve.learning.draft_reading import UNKNOWN
 from adaserve.learning.records import Record
@@ -31,8 +40,6 @@ class _Layer(nn.Module):
     """Reads an embedding and a hidden state side by side; the latter is its residual."""
 
     def __init__(self, config: Any) -> None:
-        from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-
         super().__init__()
         size, dim, bias = config.hidden_size, config.head_dim, bool(config.attention_bias)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -52,8 +59,6 @@ class _Layer(nn.Module):
 
     def project(self, embedded: Tensor, before: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values [rows, heads, length, head_dim]."""
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
         heads, kv_heads, dim = self.shape
         joined = torch.cat((self.input_layernorm(embedded), self.hidden_norm(before)), -1)
         q, k, v = (
@@ -73,8 +78,6 @@ class _Head(nn.Module):
     """Its parameters have the names of public checkpoints."""
 
     def __init__(self, config: Any) -> None:
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
-
         super().__init__()
         self.midlayer, self.norm = _Layer(config), LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         known = getattr(config, "draft_vocab_size", None) or config.vocab_size
@@ -94,9 +97,7 @@ class HeadCopy:
     """
 
     def __init__(self, folder: str, target: str) -> None:
-        from transformers import LlamaConfig
-
-        config = LlamaConfig(**json.loads(_file(folder, "config.json")))
+        config = LlamaConfig(**json.loads(Path(cached_file(folder, "config.json")).read_text()))
         stored = _tensors(folder)
         names = {name: _plain(name) for name in stored}
         if config.num_hidden_layers != 1 or "lm_head.weight" not in names.values():
@@ -179,29 +180,17 @@ def _plain(name: str) -> str:
     return name.removeprefix("model.").replace("layers.0.", "midlayer.")
 
 
-def _file(folder: str, name: str) -> str:
-    from transformers.utils import cached_file
-
-    with open(cached_file(folder, name)) as f:
-        return f.read()
-
-
 def _tensors(folder: str) -> dict[str, Tensor]:
     """Of a checkpoint in one file."""
-    from transformers.utils import cached_file
-
     with safe_open(cached_file(folder, "model.safetensors"), "pt") as f:
         return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (it is not a mapping)
 
 
 def _embedding(target: str) -> Tensor:
-    from transformers.utils import cached_file
-
     name, file = "model.embed_tokens.weight", "model.safetensors"
     index = cached_file(target, f"{file}.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:
-        with open(index) as f:
-            file = json.load(f)["weight_map"][name]
+        file = json.loads(Path(index).read_text())["weight_map"][name]
     with safe_open(cached_file(target, file), "pt") as f:
         found: Tensor = f.get_tensor(name)
     return found
