@@ -112,6 +112,7 @@ class LocalRun:
         self.done.set()
 
     def _prepare(self) -> Schedule:
+        self._made = provenance()
         if not self._checked:
             check_results_dir(self.out)
             self.config = preflight(self.config)
@@ -120,7 +121,7 @@ class LocalRun:
             make_results_dir(self.out)
         self.recorder = Recorder(self.out, len(schedule))
         _without_paths(self.config).save(self.out / CONFIG)
-        write_json(self.out / "env.json", provenance())
+        write_json(self.out / "env.json", self._made)
         self._before = scrape(self.config.server)
         logger.info(
             "%d requests in %.0f s (%s), model %s, results in %s",
@@ -162,7 +163,7 @@ class LocalRun:
         self.recorder.close()
         try:
             meta = self._meta(self._schedule)
-            reasons = sorted(set(self.reasons)) + read_too_late(self._read_lag)
+            reasons = [*self.reasons, *read_too_late(self._read_lag)]
             summary = write_summary(self.out, self.config.warmup_s, meta, reasons)
             self.recorder.write_progress()
             for reason in summary["invalid_reasons"]:
@@ -172,12 +173,11 @@ class LocalRun:
             self.done.set()
 
     def _meta(self, schedule: Schedule) -> dict[str, Any]:
-        env = json.loads((self.out / "env.json").read_text(encoding="utf-8"))
         server = self.config.server
         after = scrape(server)
         return {
-            "git_sha": env["git_sha"],
-            "command": env["command"],
+            "git_sha": self._made["git_sha"],
+            "command": self._made["command"],
             **plan_figures(self.config, schedule),
             "prompts": shown_path(schedule.prompts_source),
             "api": server.api,
