@@ -79,8 +79,7 @@ class Call:
     @property
     def prompts(self) -> int:
         prompt = self.body.get("text", self.body.get("input_ids", self.body.get("prompt")))
-        batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
-        return len(prompt) if batch and isinstance(prompt, list) else 1
+        return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
 
     @property
     def choices(self) -> int:

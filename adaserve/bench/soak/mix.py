@@ -141,11 +141,10 @@ def _chat(text: str, rng: random.Random) -> Call:
 
 def _ollama(text: str, rng: random.Random) -> Call:
     options = {"temperature": 0, "num_predict": length(rng)}
+    body: dict[str, Any] = {"model": MODEL, "stream": False, "options": options}
     if rng.random() < 0.5:
-        body: dict[str, Any] = {"prompt": text}
-        return Call("ollama", OLLAMA_GENERATE, {"model": MODEL, "stream": False, "options": options, **body})
-    body = {"messages": [{"role": "user", "content": text}]}
-    return Call("ollama", OLLAMA_CHAT, {"model": MODEL, "stream": False, "options": options, **body})
+        return Call("ollama", OLLAMA_GENERATE, {**body, "prompt": text})
+    return Call("ollama", OLLAMA_CHAT, {**body, "messages": [{"role": "user", "content": text}]})
 
 
 class Mix:
