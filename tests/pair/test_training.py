@@ -321,8 +321,11 @@ def test_heads_that_know_different_tokens_have_no_average(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("agreement", [0.6, 1.0])
-def test_a_draft_for_tests_agrees_as_often_as_asked(agreement: float, tmp_path: Path) -> None:
+def test_a_draft_for_tests_agrees_as_often_as_asked(
+    agreement: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its folder may be there, if nothing is in it."""
+    monkeypatch.setattr("adaserve.pair.perturbed._BISECTIONS", 5)  # enough for one digit
     target = weights_folder() / "target"
     words = ["pair", "test-draft", str(target), str(tmp_path), "--agreement", str(agreement)]
     done = CliRunner().invoke(app, words)
