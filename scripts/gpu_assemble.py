@@ -22,36 +22,27 @@ class AssemblyError(Exception):
     """The parts are not what the manifest says; the message says which."""
 
 
-def check_parts(folder: Path, manifest: dict) -> None:
-    """Raises AssemblyError for a missing or damaged part."""
+def joined(folder: Path, manifest: dict) -> bytes:
+    """All parts, one behind another. Raises AssemblyError for a missing or damaged one."""
+    found = []
     for part in manifest["parts"]:
         path = folder / part["name"]
         if not path.is_file():
             raise AssemblyError(f"{part['name']} is missing: bring it to {folder}")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != part["sha256"]:
-            raise AssemblyError(f"{part['name']} is damaged ({path.stat().st_size} bytes): bring it again")
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != part["sha256"]:
+            raise AssemblyError(f"{part['name']} is damaged ({len(data)} bytes): bring it again")
+        found.append(data)
+    return b"".join(found)
 
 
-def read_range(folder: Path, manifest: dict, offset: int, count: int) -> bytes:
-    """``count`` bytes of the joined parts."""
-    out, start = bytearray(), 0
-    for part in manifest["parts"]:
-        end = start + part["bytes"]
-        if start < offset + count and end > offset:
-            with (folder / part["name"]).open("rb") as file:
-                file.seek(max(0, offset - start))
-                out += file.read(min(end, offset + count) - max(start, offset))
-        start = end
-    return bytes(out)
-
-
-def assemble(folder: Path, to: Path, keep_wheels: bool = False) -> list[str]:
+def assemble(folder: Path, to: Path, keep_wheels: bool) -> list[str]:
     """Unpacks every wheel into ``to``; names of the wheels. Raises AssemblyError."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    check_parts(folder, manifest)
+    whole = joined(folder, manifest)
     to.mkdir(parents=True, exist_ok=True)
     for file in manifest["files"]:
-        data = read_range(folder, manifest, file["offset"], file["bytes"])
+        data = whole[file["offset"] : file["offset"] + file["bytes"]]
         if hashlib.sha256(data).hexdigest() != file["sha256"]:
             raise AssemblyError(f"{file['name']} does not come together: build the bundle again")
         if keep_wheels:

@@ -57,14 +57,6 @@ class BundleError(Exception):
     """The bundle cannot be made; the message says what to do."""
 
 
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def requirements(listed: Path, constraints: Path) -> list[str]:
     """``name==version`` of every wheel. Raises BundleError for a name without a version."""
     pins = {}
@@ -150,24 +142,21 @@ def slim(wheel: Path, patterns: Sequence[str]) -> int:
 
 def split(wheels: Sequence[Path], out: Path, part_bytes: int = PART_BYTES) -> dict[str, object]:
     """Writes the wheels' bytes into parts of at most ``part_bytes``, and the manifest, which it returns."""
-    out.mkdir(parents=True, exist_ok=True)
-    files, offset, parts = [], 0, _Parts(out, part_bytes)
+    files, joined, parts = [], bytearray(), []
     for wheel in sorted(wheels):
-        size = wheel.stat().st_size
-        files.append({"name": wheel.name, "offset": offset, "bytes": size, "sha256": sha256(wheel)})
-        offset += size
-        with wheel.open("rb") as source:
-            while block := source.read(min(1 << 20, part_bytes)):
-                parts.write(block)
-    names = parts.close()
+        data = wheel.read_bytes()
+        files.append({"offset": len(joined), **described(wheel.name, data)})
+        joined += data
+    for start in range(0, len(joined), part_bytes):
+        name, data = f"part-{len(parts):03}/data", bytes(joined[start : start + part_bytes])
+        (out / name).parent.mkdir(parents=True)
+        (out / name).write_bytes(data)
+        parts.append(described(name, data))
     manifest: dict[str, object] = {
         "schema_version": 1,
         "target": TARGET,
-        "bytes": offset,
-        "parts": [
-            {"name": f"{p.parent.name}/{p.name}", "bytes": p.stat().st_size, "sha256": sha256(p)}
-            for p in names
-        ],
+        "bytes": len(joined),
+        "parts": parts,
         "files": files,
     }
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
@@ -175,27 +164,8 @@ def split(wheels: Sequence[Path], out: Path, part_bytes: int = PART_BYTES) -> di
     return manifest
 
 
-class _Parts:
-    """A stream cut into files."""
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self._folder, self._limit, self._room = folder, limit, 0
-        self._paths: list[Path] = []
-
-    def write(self, block: bytes) -> None:
-        while block:
-            if not self._room:
-                self._paths.append(self._folder / f"part-{len(self._paths):03}" / "data")
-                self._paths[-1].parent.mkdir()
-                self._paths[-1].write_bytes(b"")
-                self._room = self._limit
-            piece, block = block[: self._room], block[self._room :]
-            with self._paths[-1].open("ab") as file:
-                file.write(piece)
-            self._room -= len(piece)
-
-    def close(self) -> list[Path]:
-        return self._paths
+def described(name: str, data: bytes) -> dict[str, object]:
+    return {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def kernels_wheel(folder: Path) -> None:
