@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +69,7 @@ def require_host() -> None:
         os.execv(sys._base_executable, [sys._base_executable, *sys.argv])
     if sys.version_info[:2] not in PYTHONS:
         switch_python()
-    missing = [name for name in ("venv", "ensurepip") if not importable(name)]
+    missing = [name for name in ("venv", "ensurepip") if find_spec(name) is None]
     if missing:
         raise EnvError(
             f"{sys.executable} lacks the module {missing[0]}: install it (Debian and Ubuntu: "
@@ -88,14 +89,6 @@ def switch_python() -> None:
         f"Python 3.11 or 3.12 is needed and this is {have} ({sys.executable}): SGLang 0.5.23 and its "
         "libraries have wheels for those two. Install one, then: make PYTHON=/path/to/python3.12"
     )
-
-
-def importable(name: str) -> bool:
-    try:
-        __import__(name)
-    except ImportError:
-        return False
-    return True
 
 
 def require_disk(folder: Path) -> None:
