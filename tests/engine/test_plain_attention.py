@@ -7,6 +7,7 @@ import pytest
 import sglang.srt.configs
 import torch
 import transformers
+from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
 
@@ -57,6 +58,21 @@ def test_grok_is_refused() -> None:
     for takes in (HeadShape.of, CpuAttentionBackend):
         with pytest.raises(ValueError, match="positions"):
             takes(asks)
+
+
+@pytest.mark.parametrize(
+    ("pool", "remedy"),
+    [
+        ({"dtype": torch.float16, "use_hnd": True}, "unset SGLANG_USE_HND_KVCACHE"),
+        ({"dtype": torch.float8_e4m3fn}, "remove --kv-cache-dtype"),
+    ],
+)
+def test_caches_that_kernels_cannot_read_are_refused(pool: dict[str, Any], remedy: str) -> None:
+    asked = runner({})
+    asked.token_to_kv_pool = SimpleNamespace(**pool)
+    with pytest.raises(ValueError, match=remedy):
+        HeadShape.of(asked)
+    assert hasattr(envs, "SGLANG_USE_HND_KVCACHE")
 
 
 @pytest.mark.parametrize("backend", [CpuAttentionBackend, TreeAttentionBackend])

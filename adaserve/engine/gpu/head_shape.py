@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from adaserve.engine.plain_attention import plain_layers
 from adaserve.errors import UnsupportedError
 
 
@@ -24,8 +25,6 @@ class HeadShape:
     @staticmethod
     def of(runner: Any) -> HeadShape:
         """Of a ``ModelRunner``. Raises UnsupportedError for attention that a plain mask doesn't describe."""
-        from adaserve.engine.plain_attention import plain_layers
-
         shapes = {
             (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.scaling) for a in plain_layers(runner.model)
         }
@@ -33,7 +32,9 @@ class HeadShape:
             raise UnsupportedError(f"layers with different attention are not supported: {sorted(shapes)}")
         q_heads, kv_heads, dim, scaling = shapes.pop()
         if getattr(runner.token_to_kv_pool, "use_hnd", False):
-            raise UnsupportedError("a KV cache with heads before pages is not supported: use --page-size 1")
+            raise UnsupportedError(
+                "a KV cache with heads before pages is not supported: unset SGLANG_USE_HND_KVCACHE"
+            )
         dtype = runner.token_to_kv_pool.dtype
         if dtype.itemsize == 1:
             raise UnsupportedError("an 8-bit KV cache is not supported: remove --kv-cache-dtype")
