@@ -7,22 +7,16 @@ import json
 from tests.engine.gpu.scripts import python
 
 KINDS = """
-import inspect, json, torch
+import json, torch
 from sglang.srt.mem_cache.allocation import assign_req_to_token_pool, next_power_of_2
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
 from adaserve.engine.gpu.device import listings_of_none
-
-kernel = assign_req_to_token_pool
-bind = create_function_from_signature(
-    inspect.signature(kernel.fn), kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+from tests.engine.gpu.compiling import kind_of
 
 def kind(rows, table, starts, ends, slots, count):
-    return bind(rows, table, starts, ends, slots, table.shape[1], next_power_of_2(count))[1]
+    sizes = table.shape[1], next_power_of_2(count)
+    return kind_of(assign_req_to_token_pool, rows, table, starts, ends, slots, *sizes)
 
 table = torch.arange(80, dtype=torch.int32).view(5, 16)
-before = table.clone()
 compiled = [kind(*arguments) for arguments in listings_of_none(table, 50)]
 served = []
 free = torch.arange(1000)  # slots, of which the first free ones are taken
