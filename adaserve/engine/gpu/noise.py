@@ -1,7 +1,7 @@
-"""Gumbel noise of requests on the device: the numbers of ``adaserve.noise`` from torch operators.
+"""Gumbel noise of requests in a device's draws and drafts: the numbers of ``adaserve.noise``.
 
-Shapes depend on nothing but the padded size, so it can stand inside a CUDA graph; keys and positions are read
-from buffers. The hash is the same bit for bit: a request draws the same text on a CPU and on every rank.
+A GPU has kernels for it (``noise_kernel.py``). Torch's operators stand in for them on a CPU, and tell whether
+they are right. The hash is the same bit for bit: a request draws the same text on a CPU and on every rank.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from torch import Tensor
 
 BELOW_ONE = 1.0 - 2.0**-24
 """The largest fp32 number below 1, where the noise ends: at -2.8 instead of -3.1."""
-
-ROWS_AT_ONCE = 64
-"""Bounds the memory that noise takes while it is made: three times 33 MB at a vocabulary of 128k."""
 
 
 def gumbel(keys: Tensor, positions: Tensor, words: Tensor) -> Tensor:
@@ -27,26 +24,13 @@ def gumbel(keys: Tensor, positions: Tensor, words: Tensor) -> Tensor:
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
-def read(
-    logits: Tensor,
-    scale: Tensor,
-    spread: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    words: Tensor | None = None,
-) -> Tensor:
-    """fp32 [T, V]: ``scale * logits + spread * noise``, all [T] but ``words`` int64 [V]: the tokens that the
-    columns stand for, None = all in their order. One kernel on a GPU."""
+def read(logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """fp32 [T, V]: ``scale * logits + spread * noise``, all [T]. One kernel on a GPU."""
     if logits.is_cuda:
         from adaserve.engine.gpu.noise_kernel import read_fused
 
-        return read_fused(logits, scale, spread, keys, positions, words)
-    out = logits.float() * scale[:, None]
-    every = torch.arange(out.shape[1], device=out.device) if words is None else words
-    for start in range(0, len(out), ROWS_AT_ONCE):
-        part = slice(start, start + ROWS_AT_ONCE)
-        out[part].addcmul_(gumbel(keys[part], positions[part], every.int()), spread[part, None])
-    return out
+        return read_fused(logits, scale, spread, keys, positions)
+    return _read(logits, scale, spread, keys, positions, None)
 
 
 def best(
@@ -59,14 +43,23 @@ def best(
     count: int,
 ) -> tuple[Tensor, Tensor]:
     """The best ``count`` of ``read``, best first: log-probabilities fp32 and columns int64, [T, count] each.
-    Two kernels on a GPU, where torch's operators would take twenty."""
+    ``words`` int64 [V]: the tokens that the columns stand for, None = all in their order. Two kernels on a
+    GPU, where torch's operators would take twenty."""
     if logits.is_cuda:
         from adaserve.engine.gpu.noise_kernel import best_fused
 
         return best_fused(logits, scale, spread, keys, positions, words, count)
-    out = read(logits, scale, spread, keys, positions, words)
+    out = _read(logits, scale, spread, keys, positions, words)
     found = out.topk(count, dim=-1)
     return found.values - out.logsumexp(dim=-1, keepdim=True), found.indices
+
+
+def _read(
+    logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, positions: Tensor, words: Tensor | None
+) -> Tensor:
+    every = torch.arange(logits.shape[1]) if words is None else words
+    out = logits.float() * scale[:, None]
+    return out.addcmul_(gumbel(keys, positions, every.int()), spread[:, None])
 
 
 def _mix64(x: Tensor) -> Tensor:

@@ -12,16 +12,8 @@ BLOCK = 1024
 """Tokens of the vocabulary that one program reads."""
 
 
-def read_fused(
-    logits: Tensor,
-    scale: Tensor,
-    spread: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    words: Tensor | None = None,
-) -> Tensor:
-    """fp32 [T, V]: ``scale * logits + spread * noise``; ``keys`` int64 [T], the bits of uint64 ones;
-    ``words`` int64 [V], the tokens that the columns stand for, None = all in their order.
+def read_fused(logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """fp32 [T, V]: ``scale * logits + spread * noise``; ``keys`` int64 [T], the bits of uint64 ones.
 
     The hash is that of ``noise.gumbel`` bit for bit. The logarithms are rounded otherwise, by a few units in
     the last place. Rows without spread pay for no noise.
@@ -30,10 +22,7 @@ def read_fused(
     out = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
     columns = [c.contiguous() for c in (scale, spread, keys, positions)]
     grid = (rows, triton.cdiv(vocabulary, BLOCK))
-    strides, is_mapped = logits.stride(), words is not None
-    _read_row[grid](
-        logits, out, *columns, words if is_mapped else keys, *strides, vocabulary, BLOCK, is_mapped
-    )
+    _read_row[grid](logits, out, *columns, *logits.stride(), vocabulary, BLOCK)
     return out
 
 
@@ -46,7 +35,7 @@ def best_fused(
     words: Tensor | None,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """The best ``count`` of what ``read_fused`` gives, best first and of equal ones the first column first:
+    """``noise.best``: of what ``read_fused`` gives the best, of equal ones the first column first:
     log-probabilities fp32 and columns int64, [T, count] each. A logit that is not a number, as where fp16
     overflows, counts as minus infinity, and a probability that is none as 0."""
     rows, vocabulary = logits.shape
@@ -67,15 +56,14 @@ def best_fused(
 
 
 # Compiled once for each type: columns come from uploads, where they start anywhere.
-@triton.jit(do_not_specialize_on_alignment=["scale", "spread", "keys", "positions", "words"])
+@triton.jit(do_not_specialize_on_alignment=["scale", "spread", "keys", "positions"])
 def _read_row(  # type: ignore[no-untyped-def]
-    logits, out, scale, spread, keys, positions, words, row_stride, stride, vocabulary, block: tl.constexpr,
-    is_mapped: tl.constexpr,
-):  # fmt: skip
+    logits, out, scale, spread, keys, positions, row_stride, stride, vocabulary, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    value = _value(logits + row * row_stride, scale, spread, keys, positions, words, row, column, stride,
-                   vocabulary, is_mapped)  # fmt: skip
+    value = _value(logits + row * row_stride, scale, spread, keys, positions, keys, row, column, stride,
+                   vocabulary, False)  # fmt: skip
     tl.store(out + row * vocabulary + column, value, mask=column < vocabulary)
 
 

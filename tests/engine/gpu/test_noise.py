@@ -13,7 +13,7 @@ from adaserve.engine.gpu import noise
 from adaserve.engine.logit_reading import Reading
 from tests.engine.gpu.scripts import python
 
-ROWS, VOCABULARY = noise.ROWS_AT_ONCE + 8, 5000
+ROWS, VOCABULARY = 72, 5000
 EVERY = torch.arange(VOCABULARY, dtype=torch.int32)
 
 
@@ -69,8 +69,10 @@ def test_reading() -> None:
 def test_a_head_reads_the_noise_of_the_tokens_that_it_knows() -> None:
     keys, positions = (torch.from_numpy(v) for v in (rows()[0].view(np.int64), rows()[1]))
     ones, words = torch.ones(ROWS), torch.tensor([4999, 3, 700])
-    every = noise.read(torch.zeros(ROWS, VOCABULARY), ones, ones, keys, positions)
-    assert torch.equal(noise.read(torch.zeros(ROWS, 3), ones, ones, keys, positions, words), every[:, words])
+    every = noise.read(torch.zeros(ROWS, VOCABULARY), ones, ones, keys, positions)[:, words]
+    logprobs, columns = noise.best(torch.zeros(ROWS, 3), ones, ones, keys, positions, words, 3)
+    assert torch.equal(columns, every.argsort(dim=1, descending=True))
+    torch.testing.assert_close(logprobs, every.log_softmax(dim=1).gather(1, columns))
 
 
 KERNEL = """
@@ -94,8 +96,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     worst.append(float((got - right).abs().max()))
 none = torch.zeros(len(keys), 1300), scale, torch.ones(len(keys)), keys, positions
 words = torch.randperm(128_000, generator=torch.Generator().manual_seed(1))[:1300]
+worst.append(float((noise.read(*none) - read_fused(*none)).abs().max()))
 for some in (None, words):
-    worst.append(float((noise.read(*none, words) - read_fused(*none, words)).abs().max()))
     for count in (1, 3):
         few = [values[:9] for values in none]
         (right, columns), (got, at) = (make(*few, some, count) for make in (noise.best, best_fused))
@@ -118,42 +120,27 @@ print(json.dumps(worst))
 """
 
 
-SPECIALIZED = """
-import inspect, json, torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile, make_backend
-from triton.runtime.jit import create_function_from_signature
+COMPILED = """
+import torch
 from adaserve.engine.gpu.noise_kernel import BLOCK, _best_of_block, _best_of_row, _read_row
+from tests.engine.gpu.compiling import compiles_once, kind_of
 
-hopper = GPUTarget("cuda", 90, 32)
-logits, whole = torch.zeros(4, 1024), torch.zeros(4, dtype=torch.int32)
-kinds = []
+logits, whole, reads, bests = torch.zeros(4, 1024), torch.zeros(4, dtype=torch.int32), [], []
 for start in (0, 1):  # at the start of 64 bytes, and behind one number
     floats, ints = torch.zeros(64)[start:], torch.zeros(64, dtype=torch.int64)[start:]
-    columns = (floats, floats, ints, ints, ints)
-    kinds.append([])
-    for kernel, given in (
-        (_read_row, (logits, logits, *columns, *logits.stride(), 1024, BLOCK, False)),
-        (_best_of_block, (logits, logits, whole, logits, *columns, *logits.stride(), 1024, 3, BLOCK, False)),
-        (_best_of_row, (logits, whole, logits, logits, columns[-1], 126, 3, 128, 512)),
-    ):
-        bind = create_function_from_signature(
-            inspect.signature(kernel.fn), kernel.params, make_backend(hopper))
-        kinds[-1].append(bind(*given)[1])
-for kernel, types in zip((_read_row, _best_of_block, _best_of_row), kinds[0]):
-    types = [(kind, None) if kind == "i32" else (kind, value) for kind, value in types]
-    fixed = {name: value for name, (kind, value) in zip(kernel.arg_names, types) if kind == "constexpr"}
-    signature = {name: kind for name, (kind, _) in zip(kernel.arg_names, types)}
-    assert compile(ASTSource(kernel, signature, fixed), hopper).asm["cubin"]
-print(json.dumps([kinds[0][:2], kinds[1][:2]]))
+    columns, sizes = (floats, floats, ints, ints), (*logits.stride(), 1024)
+    reads.append((logits, logits, *columns, *sizes, BLOCK))
+    bests.append((logits, logits, whole, logits, *columns, ints, *sizes, 3, BLOCK, False))
+assert compiles_once(_read_row, *reads) and compiles_once(_best_of_block, *bests)
+assert compiles_once(_best_of_row, (logits, whole, logits, logits, ints, 126, 3, 128, 512))
+assert tuple(kind_of(_read_row, *reads[0])[0]) == ("*fp32", "D"), "read in large words all the same"
 """
 
 
-def test_the_kernel_compiles_once_wherever_its_columns_start() -> None:
+def test_the_kernels_compile_once_wherever_their_columns_start() -> None:
     """A request that samples would wait for a compiler otherwise: Triton asks whether pointers are multiples
     of 16 bytes, which those into an upload are by chance."""
-    aligned, shifted = json.loads(python(SPECIALIZED, interpret=False))
-    assert aligned == shifted and ["*fp32", "D"] in aligned[0], "logits are read in large words all the same"
+    python(COMPILED, interpret=False)
 
 
 def test_the_kernel_reads_the_same_numbers() -> None:
