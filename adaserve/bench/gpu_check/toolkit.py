@@ -31,23 +31,21 @@ class Toolkit:
     """``home``: what CUDA_HOME should be; None = no nvcc. ``missing``: what no place has, by file name."""
 
     home: Path | None
-    composed: bool
     missing: Sequence[str]
 
     def to_json(self) -> dict[str, object]:
-        return {"home": str(self.home) if self.home else None, "composed": self.composed,
-                "missing": list(self.missing)}  # fmt: skip
+        return {"home": str(self.home) if self.home else None, "missing": list(self.missing)}
 
 
 def toolkit(folder: Path) -> Toolkit:
     """The host's own toolkit if it is whole; else one in ``folder``, of links to what the host has."""
     own = own_home()
     if own is None:
-        return Toolkit(None, composed=False, missing=["nvcc"])
+        return Toolkit(None, missing=["nvcc"])
     if not _missing(own):
-        return Toolkit(own, composed=False, missing=[])
+        return Toolkit(own, missing=[])
     compose(own, folder)
-    return Toolkit(folder, composed=True, missing=_missing(folder))
+    return Toolkit(folder, missing=_missing(folder))
 
 
 def own_home() -> Path | None:
