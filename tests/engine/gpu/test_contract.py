@@ -39,9 +39,6 @@ PARAMETERS = {
         "non_blocking",
     },
     "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.run": {"q", "paged_kv_cache", "out"},
-    f"{SGLANG}.layers.attention.flashinfer_backend.fast_prefill_plan": {
-        "o_data_type", "qo_indptr_host", "kv_indptr_host", "kv_lens_host", "max_q_len", "max_kv_len",
-    },
     f"{SGLANG}.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": {"kvc"},
     f"{SGLANG}.distributed.parallel_state.graph_capture": {"stream"},
 }  # fmt: skip
