@@ -139,9 +139,9 @@ class Ranks(Protocol):
     cpu_group: Any
 
 
-def least_free_bytes(ranks: Ranks, own: Callable[[], int] | None = None) -> int:
-    """Free memory of the rank that has the least. ``own``: of this rank's device, if not as CUDA says."""
-    return least_of(ranks, torch.cuda.mem_get_info()[0] if own is None else own())
+def least_free_bytes(ranks: Ranks) -> int:
+    """Free memory of the rank that has the least."""
+    return least_of(ranks, torch.cuda.mem_get_info()[0])
 
 
 def least_of(ranks: Ranks, value: int) -> int:
@@ -164,7 +164,7 @@ def capture_all(
     as there is memory for the prefills that come. ``free_bytes``: must say the same on every rank, since a
     rank that went on alone would wait for the others inside of a forward."""
     for done, key in enumerate(keys):
-        if table.capture and free_bytes() < LEAST_FREE_BYTES:
+        if free_bytes() < LEAST_FREE_BYTES:
             logger.warning(
                 "AdaServe: %d of %d %s graphs were captured, and the others are left out since less than %d "
                 "MB are free: lower --mem-fraction-static, --max-depth or --max-running-requests",
@@ -173,8 +173,7 @@ def capture_all(
             break
         run(key)
     table.close()
-    if table.capture:
-        r = table.report
-        logger.info(
-            "AdaServe: %d %s graphs captured in %.1f s, %.0f MB", r.graphs, name, r.seconds, r.bytes / 1e6
-        )
+    r = table.report
+    logger.info(
+        "AdaServe: %d %s graphs captured in %.1f s, %.0f MB", r.graphs, name, r.seconds, r.bytes / 1e6
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ import torch.multiprocessing as mp
 from adaserve.config import AdaServeConfig
 from adaserve.engine.agree import Agreement
 from adaserve.engine.decisions import Decisions
-from adaserve.engine.gpu.graphs import LEAST_FREE_BYTES, GraphTable, capture_all, least_free_bytes
+from adaserve.engine.gpu.graphs import LEAST_FREE_BYTES, GraphTable, capture_all, least_of
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import default_latency
@@ -58,7 +57,7 @@ def rank(number: int, rendezvous: str, out: str) -> None:
     captured: list[int] = []
     capture_all(
         "draft", [3, 2, 1], captured.append, GraphTable(capture=True),
-        partial(least_free_bytes, GlooGroup(number, 2), lambda: next(free)),
+        lambda: least_of(GlooGroup(number, 2), next(free)),
     )  # fmt: skip
     torch.save(
         {
