@@ -26,17 +26,21 @@ from torch import Tensor
 from adaserve.bench.gpu_check import sglang_kernels
 from adaserve.bench.gpu_check.early import check_early
 from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
-from adaserve.bench.gpu_check.search import check_search
+from adaserve.bench.gpu_check.search import Recorded, check_search
 from adaserve.bench.gpu_check.unread import check_unread
 from adaserve.bench.gpu_check.walk import check_walk
 from adaserve.engine.filters import Filter, by_sort, differences, examples
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
+from adaserve.engine.gpu.filter_kernel import filter_fused
 from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInferKernel
+from adaserve.engine.gpu.grow_kernel import grow_fused
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.kernel_choice import own_kernel
 from adaserve.engine.gpu.layout import Extent, change_windows, list_slots, slot_lists
 from adaserve.engine.gpu.layout_kernel import change_fused, list_fused
+from adaserve.engine.gpu.move_kernel import PathMover
+from adaserve.engine.gpu.noise_kernel import best_fused, read_fused
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
 from adaserve.engine.levels import Levels
 from adaserve.engine.trees.batch import Gap
@@ -143,12 +147,9 @@ def _captured(
     kernel: TreeKernel, extent: Extent, arguments: tuple[Tensor, Tensor, Tensor, float]
 ) -> tuple[Tensor, float]:
     """The output of a graph that is replayed after another plan, and microseconds of one replay."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = kernel.run(*arguments)
-    set_out(kernel, extent, out.device)
-    return out, _us(graph.replay)
+    recorded = Recorded(partial(kernel.run, *arguments))
+    set_out(kernel, extent, recorded.output.device)
+    return recorded.output, _us(recorded.replay)
 
 
 def _us(run: Callable[[], Any]) -> float:
@@ -199,8 +200,6 @@ two such numbers, each of which both sides have rounded a few times."""
 def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) -> dict[str, Any]:
     """The largest difference from torch's operators on the CPU, of all tokens and of the best ones'
     log-probabilities; every third row is greedy."""
-    from adaserve.engine.gpu.noise_kernel import best_fused, read_fused
-
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, vocabulary, generator=generator).to(TYPES[dtype][0])
     keys = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,), generator=generator)
@@ -220,8 +219,6 @@ def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) ->
 def check_moves(paths: int, deepest: int, sizes: tuple[int, ...], device: torch.device) -> dict[str, Any]:
     """Paths of a window of three nodes per level, in buffers of 16-bit entries of ``sizes``, ten times over:
     what one thread overwrites before another has read it need not show the first time."""
-    from adaserve.engine.gpu.move_kernel import PathMover
-
     generator = torch.Generator().manual_seed(0)
     window = 1 + 3 * deepest
     slots = 1 + torch.randperm(paths * window, generator=generator).view(paths, window)
@@ -246,8 +243,6 @@ def check_moves(paths: int, deepest: int, sizes: tuple[int, ...], device: torch.
 
 def check_beams(rows: int, depth: int, width: int, device: torch.device) -> dict[str, Any]:
     """Numbers of a search's levels that differ from what torch's operators give on the CPU; all are exact."""
-    from adaserve.engine.gpu.grow_kernel import grow_fused
-
     generator = torch.Generator().manual_seed(0)
     shape = tree_shape(depth, width, None)
     right, got = (Levels(shape, rows, torch.from_numpy(shape.columns).to(d)) for d in ("cpu", device))
@@ -271,8 +266,6 @@ def check_beams(rows: int, depth: int, width: int, device: torch.device) -> dict
 
 def check_filters(rows: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
     """Tokens that differ from what sorting keeps, and (on a GPU) microseconds of both, with one copy."""
-    from adaserve.engine.gpu.filter_kernel import filter_fused
-
     logits, settings = examples(rows, vocabulary, device)
     wrong = int(differences(filter_fused, logits, settings).sum())
     found: dict[str, Any] = {"rows": rows, "vocabulary": vocabulary, "wrong": wrong, "right": not wrong}

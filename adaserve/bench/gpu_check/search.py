@@ -33,7 +33,7 @@ class _Table:
         return Output(self.logits[inputs.tokens][inputs.wanted])
 
 
-class _Recorded:
+class Recorded:
     """A ``Graph`` without SGLang, whose captures need its process groups."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -50,7 +50,7 @@ class _Recorded:
 
 class _Graphs(GraphTable):
     def _make(self, key: Any, function: Callable[[], Any]) -> Graph:
-        return _Recorded(function)
+        return Recorded(function)
 
 
 def check_search(rows: int, depth: int, width: int, device: torch.device) -> dict[str, Any]:
