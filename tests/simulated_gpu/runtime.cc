@@ -369,13 +369,8 @@ API cudaError_t cudaDeviceGetPCIBusId(char* s, int n, int) { return snprintf(s, 
 API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuccess; }
 API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* most) { return *least = 0, *most = -5, cudaSuccess; }
-API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t*, int) { return fail(cudaErrorNotSupported); }
 API cudaError_t cudaDeviceGetGraphMemAttribute(int, cudaGraphMemAttributeType, void* v) { return *static_cast<size_t*>(v) = 0, cudaSuccess; }
 API cudaError_t cudaDeviceSetGraphMemAttribute(int, cudaGraphMemAttributeType, void*) { return cudaSuccess; }
-API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return fail(cudaErrorNotSupported); }
-API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return fail(cudaErrorNotSupported); }
-API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return fail(cudaErrorNotSupported); }
-API cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return fail(cudaErrorNotSupported); }
 API cudaError_t cudaDeviceSynchronize() {
   Lock lock(mutex);
   if (unsafe()) return fail(cudaErrorStreamCaptureUnsupported);
@@ -461,7 +456,6 @@ API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyK
   return cudaSuccess;
 }
 API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t n, cudaStream_t s) { return cudaMemcpyAsync(to, from, n, cudaMemcpyDefault, s); }
-API cudaError_t cudaMemcpy2DAsync(void*, size_t, const void*, size_t, size_t, size_t, cudaMemcpyKind, cudaStream_t) { return fail(cudaErrorNotSupported); }
 API cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
   Lock lock(mutex);
   touch(stream, p, bytes, true, "fill");
@@ -469,11 +463,6 @@ API cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t s
   return cudaSuccess;
 }
 API cudaError_t cudaMemset(void* p, int value, size_t bytes) { return memset(p, value, bytes), cudaSuccess; }
-API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return fail(cudaErrorNotSupported); }
-API cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return fail(cudaErrorNotSupported); }
-API cudaError_t cudaIpcCloseMemHandle(void*) { return fail(cudaErrorNotSupported); }
-API cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t*, cudaEvent_t) { return fail(cudaErrorNotSupported); }
-API cudaError_t cudaIpcOpenEventHandle(cudaEvent_t*, cudaIpcEventHandle_t) { return fail(cudaErrorNotSupported); }
 
 // -- streams and events ----------------------------------------------------------------------------------
 
