@@ -215,7 +215,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 
 def _mixed(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
-    """The runs with mixed SLOs; older ones did not keep TTFT and throughput."""
+    """The runs with mixed SLOs. Where no request was answered, there is no mean."""
     from adaserve.slo.metrics import percent
 
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -231,6 +231,6 @@ def _mixed(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
     made = table("mixed SLOs (ms; TTFT has no SLO)", (*heads, *columns), left=heads)
     for load, runs in found.items():
         for name, run in runs.items():
-            values = [(run.get(key), shown) for key, shown in columns.values()]
+            values = [(run[key], shown) for key, shown in columns.values()]
             made.add_row(load, name, *("-" if v is None else shown(v) for v, shown in values))
     return made

@@ -17,8 +17,7 @@ KEPT = (
     "slo_attainment", "token_goodput", "output_throughput", "mean_tpot_ms", "p99_tpot_ms", "mean_ttft_ms",
     "p99_ttft_ms", "accept_length", "requests",
 )  # fmt: skip
-"""SLOs are of TPOT alone, so the rest says what they cost. Records of November 2026 have neither all tokens
-per second nor TTFT."""
+"""SLOs are of TPOT alone, so the rest says what they cost."""
 
 
 def run_mixed(
