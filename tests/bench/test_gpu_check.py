@@ -615,7 +615,7 @@ def test_a_stage_is_forgotten_with_what_follows_from_it(
     stage: str, left: dict[str, set[str]], no_longer: list[str]
 ) -> None:
     found, before = everything(), everything()
-    assert forget(found, stage, CheckPlan()) == {stage, *no_longer}
+    assert forget(found, stage) == {stage, *no_longer}
     assert set(before.done) - set(found.done) == {stage, *no_longer} == set(before.code) - set(found.code)
     for name in ("exact", "tpot_ms", "accept_length", "details", "profiles"):
         assert set(getattr(found, name)) == left.get(name, set(getattr(before, name))), name
@@ -758,7 +758,7 @@ def test_an_interrupted_stage_goes_on_where_it_was(
     monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [[1]])
     monkeypatch.setattr(FakeServer, "set_policy", lambda *_: None, raising=False)
     monkeypatch.setattr(FakeServer, "drain", lambda *_: None, raising=False)
-    plan = CheckPlan(batches=(4, 8), policies=("priced",), rounds=1, loads=(0.5, 0.9))
+    plan = CheckPlan(batches=(4, 8), rounds=1, loads=(0.5, 0.9))
     only = [f"{PLAIN}:speed", f"{ADASERVE}:exactness", f"{OWN[0]}:mixed"]
 
     def run() -> Check:
@@ -767,15 +767,15 @@ def test_an_interrupted_stage_goes_on_where_it_was(
         return made
 
     monkeypatch.setattr("adaserve.bench.gpu_check.check.resume", _with_reference(resume))
-    for end in (1, 3, 6):
+    for end in (1, 3, 7):
         ends.append(end)
         with pytest.raises(KeyboardInterrupt):
             run()
     ends.append(99)
     found = run().found
-    assert asked == [4, 8, *["outputs"] * 3, "mixed-0.9", "mixed-0.5"], "the load that is judged first"
+    assert asked == [4, 8, *["outputs"] * 4, "mixed-0.9", "mixed-0.5"], "the load that is judged first"
     assert found.tpot_ms[PLAIN] == {4: 1.0, 8: 2.0} and set(found.mixed) == {"0.5", "0.9"}
-    assert list(found.exact) == ["priced", "chain-4", "none"] and len(found.done) == 3
+    assert list(found.exact) == ["priced", "adaserve", "chain-4", "none"] and len(found.done) == 3
 
 
 def _with_reference(resumed: Any) -> Any:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from adaserve.bench.gpu_check.findings import CheckPlan, Findings
-from adaserve.bench.gpu_check.servers import ADASERVE, NONE, PLAIN
-from adaserve.bench.gpu_check.targets import exact_policies
+from adaserve.bench.gpu_check.findings import Findings
+from adaserve.bench.gpu_check.servers import ADASERVE, PLAIN, POLICIES
 
 
-def forget(found: Findings, stage: str, plan: CheckPlan) -> set[str]:
+def forget(found: Findings, stage: str) -> set[str]:
     """Takes out of ``found`` what ``stage`` has measured, and what was measured by it: outputs of all servers
     are compared with SGLang's, and all mixed loads follow from its speed. Returns the stages that are not
     done any more."""
     server, _, name = stage.partition(":")
-    gone, names = {stage}, {*plan.policies, *exact_policies(plan), NONE} if server == ADASERVE else {server}
+    gone, names = {stage}, POLICIES if server == ADASERVE else (server,)
     match name.partition("-"):
         case ("exactness", *_) if server == PLAIN:
             found.reference, found.margin_noise, found.exact = [], None, {}

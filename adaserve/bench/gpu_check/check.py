@@ -31,12 +31,23 @@ from adaserve.bench.gpu_check.findings import (
     resume,
 )
 from adaserve.bench.gpu_check.mixed import run_mixed
-from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Early, Pair, serving
-from adaserve.bench.gpu_check.targets import exact_policies, targets
+from adaserve.bench.gpu_check.servers import (
+    ADASERVE,
+    NONE,
+    OWN,
+    PLAIN,
+    POLICIES,
+    SPECULATING,
+    Early,
+    Pair,
+    serving,
+)
+from adaserve.bench.gpu_check.targets import targets
 from adaserve.bench.gpu_check.traces import profile
 from adaserve.bench.gpu_check.verification import target_ms
 from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.terminal import progress
+from adaserve.config import AdaServeConfig
 from adaserve.errors import UserError
 from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
@@ -56,7 +67,6 @@ NOT_SHOWN_ON_CPU = (
 NOT_SHOWN_WITHOUT_GRAPHS = (
     "speed as it is served: no server had CUDA graphs, so launches may take most of the time",
 )
-MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
 STAGE_LIMIT_S = 900.0
 TIE_NOISE, LEAST_TIE = 3.0, 1e-3
 """A margin below so many times the noise may be a tie, and one below the other bound is."""
@@ -230,7 +240,7 @@ class Check:
         return stage in self.found.done
 
     def _forget(self, stage: str) -> None:
-        gone = forget(self.found, stage, self.plan)
+        gone = forget(self.found, stage)
         self._again -= gone
         if others := sorted(gone - {stage}):
             said = f"{stage} is measured again, so these are no longer done: {', '.join(others)}"
@@ -263,12 +273,11 @@ class Check:
         return {"exactness": self._reference_outputs, "speed": lambda s: self._speed(s, [PLAIN])}
 
     def _adaserve(self) -> Sections:
-        p = self.plan
         sections: Sections = {"exactness": self._policies_outputs}
-        sections["speed"] = partial(self._speed, names=(*p.policies, NONE), switch=True)
+        sections["speed"] = partial(self._speed, names=(*SPECULATING, NONE), switch=True)
         sections["verification"] = self._verification_cost
         sections["profile"] = self._profiles
-        for policy in MIXED_POLICIES if p.mixed_s > 0 else ():
+        for policy in POLICIES if self.plan.mixed_s > 0 else ():
             sections[f"mixed-{policy}"] = partial(self._mixed, name=policy, policy=policy)
         return sections
 
@@ -292,7 +301,7 @@ class Check:
         self.found.exact[f"{PLAIN}, one by one"] = self._compare(alone)
 
     def _policies_outputs(self, server: ServerProcess) -> None:
-        for policy in exact_policies(self.plan):
+        for policy in POLICIES:
             if policy not in self.found.exact:
                 server.set_policy(policy)
                 server.drain()
@@ -388,7 +397,7 @@ class Check:
 
     def _profiles(self, server: ServerProcess) -> None:
         """At batch 1 and 32, or the largest that is measured."""
-        server.set_policy(self.plan.policies[0])
+        server.set_policy(SPECULATING[0])
         largest = max(self.plan.batches)
         for batch in sorted({1, min(32, largest)}):
             prompts = self._prompts[:batch]
@@ -421,7 +430,7 @@ class Check:
     def _identity(self) -> dict[str, Any]:
         """What results must have in common to belong to one report; JSON values."""
         pair = asdict(replace(self.pair, target=_name(self.pair.target), draft=_name(self.pair.draft)))
-        pair["config"] = self.pair.config.model_dump()
+        pair["config"] = AdaServeConfig().model_dump()
         values = {
             "schema_version": SCHEMA_VERSION, "gpu": gpu(), "packages": packages(), "pair": pair,
             "plan": asdict(self.plan),

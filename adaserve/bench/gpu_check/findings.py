@@ -22,7 +22,6 @@ class CheckPlan:
     """What to run."""
 
     batches: tuple[int, ...] = (1, 8, 32, 64)
-    policies: tuple[str, ...] = ("priced", "adaserve")
     tokens: int = 64
     rounds: int = 3
     exact_prompts: int = 64

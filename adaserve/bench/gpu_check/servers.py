@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from adaserve.bench.servers import running
-from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import DraftKind
 from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.server import ServerProcess, ServerSpec
@@ -19,6 +18,10 @@ from adaserve.server import ServerProcess, ServerSpec
 ADASERVE, PLAIN = "adaserve", "sglang"
 NONE = "none"
 """AdaServe's policy that decodes plainly."""
+SPECULATING = ("priced", "adaserve")
+"""Policies whose speed is measured; the default one first. Targets are met by the best of those that were."""
+POLICIES = (*SPECULATING, "chain-4", NONE)
+"""All whose outputs are compared, and that serve mixed SLOs."""
 TREES = {
     "sglang-own-topk1": ("--speculative-num-steps", "4", "--speculative-eagle-topk", "1",
                          "--speculative-num-draft-tokens", "5"),
@@ -40,13 +43,12 @@ class Pair:
     device: str  # cuda | cpu
     flags: tuple[str, ...] = ()  # SGLang's own, for every server
     kind: DraftKind = "model"  # of the draft
-    config: AdaServeConfig = field(default_factory=AdaServeConfig)
 
 
 def spec_of(pair: Pair, kind: str) -> ServerSpec:
     """A server of one of the kinds on the same models and flags."""
     flags = (*(("--max-total-tokens", "65536") if pair.device == "cpu" else ()), *pair.flags)
-    spec = ServerSpec(pair.target, pair.draft, config=pair.config, extra=flags)
+    spec = ServerSpec(pair.target, pair.draft, extra=flags)
     if kind in TREES:
         return replace(spec, algorithm=OWN_ALGORITHM[pair.kind], extra=(*flags, *TREES[kind]))
     return spec if kind == ADASERVE else replace(spec, algorithm=None)

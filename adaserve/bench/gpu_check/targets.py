@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adaserve.bench.gpu_check.findings import CheckPlan, Findings
-from adaserve.bench.gpu_check.servers import NONE, OWN, PLAIN
-
-SPECULATING = ("priced", "adaserve")
-"""Policies that the targets apply to; the default one first. The best of those that were measured counts."""
-
-
-def exact_policies(plan: CheckPlan) -> tuple[str, ...]:
-    """The policies whose greedy outputs are compared."""
-    return (*plan.policies, "chain-4", NONE)
+from adaserve.bench.gpu_check.servers import OWN, PLAIN, POLICIES, SPECULATING
 
 
 def targets(found: Findings, plan: CheckPlan, dry: bool = False) -> list[dict[str, Any]]:
@@ -32,11 +24,11 @@ def targets(found: Findings, plan: CheckPlan, dry: bool = False) -> list[dict[st
         rows.append({"target": what, "value": None if value is None else round(value, 4), "met": met,
                      "missing": list(missing)})  # fmt: skip
 
-    ours = {p: found.exact[p] for p in exact_policies(plan) if p in found.exact}
+    ours = {p: found.exact[p] for p in POLICIES if p in found.exact}
     wrong = sum(len(v["different"]) for v in ours.values()) if ours else None
-    less = [p for p in exact_policies(plan) if p not in ours or ours[p]["requests"] < plan.exact_prompts]
+    less = [p for p in POLICIES if p not in ours or ours[p]["requests"] < plan.exact_prompts]
     what = "greedy outputs that differ from SGLang's other than by ties: 0"
-    add(what, wrong, _at_most(wrong, 0), _outputs_of(less), timed=False)
+    add(what, wrong, _at_most(wrong, 0), [f"outputs of {policy}" for policy in less], timed=False)
     plain, best = found.tpot_ms.get(PLAIN, {}).get(1), _best_tpot(found, SPECULATING, 1)
     less = [name for name, ms in ((PLAIN, plain), (SPECULATING[0], best)) if ms is None]
     speedup, what = _ratio(plain, best), "TPOT at batch 1 at least 2x better than without speculation"
@@ -64,10 +56,6 @@ def outside_share(spent: dict[str, float] | None) -> float | None:
     if not spent or not spent.get("loop_s"):
         return None
     return 1.0 - spent["loop_models_s"] / spent["loop_s"]
-
-
-def _outputs_of(policies: Sequence[str]) -> list[str]:
-    return [f"outputs of {policy}" for policy in policies]
 
 
 def _best_tpot(found: Findings, names: tuple[str, ...], batch: int) -> float | None:
