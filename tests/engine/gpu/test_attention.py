@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from dataclasses import replace
@@ -44,7 +43,6 @@ print(*(compare(seed, CPU) for seed in range(4)), prompts(), far_slots())
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_reads_our_arrays_as_sdpa_does() -> None:
     """In Triton's interpreter. The last figures are of prompts, and of a pool that 32 bits cannot address."""
     *worst, far = map(float, python(COMPARED, interpret=True).split())
@@ -58,7 +56,6 @@ print(*(bool((hidden(number) == hidden(0.0)).all()) for number in (7.0, inf, nan
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_numbers_that_no_token_sees_do_not_matter() -> None:
     """Slots of candidates that are not verified hold what an earlier request left, which may have
     overflowed."""
@@ -72,7 +69,6 @@ print(mixed(bfloat16, float16), mixed(float32, float16))
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_pool_of_another_type_than_the_model_is_read() -> None:
     """As with ``--kv-cache-dtype bf16`` and a model in fp16, but the interpreter cannot multiply bf16."""
     assert max(map(float, python(MIXED, interpret=True).split())) < 2e-2
