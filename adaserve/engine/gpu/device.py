@@ -145,7 +145,7 @@ class GpuDevice:
                 buffers,
                 replace(sizes, captured=frozenset(keys)),
                 table,
-                candidates=max(config.max_width, 3),
+                candidates=max(config.max_width, *config.for_policies().fixed_branching),
                 last_position=int(target.model_config.context_len) - 1,
                 last_token=int(runner.model_config.vocab_size) - 1,
                 follows=attention != "flashinfer",
@@ -174,12 +174,13 @@ class GpuDevice:
             attention=attention,
             target_states=readers[0].hidden if readers else None,
         )
-        pools = [runner.token_to_kv_pool for runner in (target, *drafts)]
-        parts.warm_moves([*pools, parts.target_states] if readers else pools)
-        parts.warm_accept(table, config.deepest)
-        parts.warm_unread()
-        parts.warm_draws(int(target.model_config.vocab_size))
-        parts.warm_slots(table, most_rows)
+        if device.type == "cuda":  # or the first requests would wait for compilers
+            pools = [runner.token_to_kv_pool for runner in (target, *drafts)]
+            parts.warm_moves([*pools, parts.target_states] if readers else pools)
+            parts.warm_accept(table, config.deepest)
+            parts.warm_unread()
+            parts.warm_draws(int(target.model_config.vocab_size))
+            parts.warm_slots(table, most_rows)
         if (capture or device.type == "cpu") and are_wanted(target.server_args):
             models = zip((target, *drafts), (parts.target, *parts.drafts), strict=True)
             parts.prompts = [take_short_prompts(m, f) for m, f in models if not isinstance(f, GpuHead)]
@@ -266,55 +267,44 @@ class GpuDevice:
         return self._movers[pool].move(target, source)
 
     def warm_moves(self, pools: Sequence[Any]) -> None:
-        """Compiles the kernel that moves KV, before the first request, which would wait for it."""
-        if self.device.type == "cuda":
-            scratch = torch.full((1, 1), verify.SCRATCH_SLOT, dtype=torch.int64, device=self.device)
-            for pool in pools:
-                self.move(pool, scratch, scratch)
+        """Compiles the kernel that moves KV."""
+        scratch = torch.full((1, 1), verify.SCRATCH_SLOT, dtype=torch.int64, device=self.device)
+        for pool in pools:
+            self.move(pool, scratch, scratch)
 
     def warm_accept(self, table: Tensor, deepest: int) -> None:
         """Compiles the kernels that accept tokens and say where they belong, for trees of every depth."""
-        if self.device.type == "cuda":
-            none = torch.zeros(1, dtype=torch.int64, device=self.device)
-            for depth in range(1, deepest + 1):
-                t = {"tree": none.expand(4 + depth, 1).contiguous(), "root": none, "places": none[None]}
-                accepted = self.accept(t, none, 1, depth, deepest + 1)
-                self.moves(t, accepted, table, 1, depth)
+        none = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for depth in range(1, deepest + 1):
+            t = {"tree": none.expand(4 + depth, 1).contiguous(), "root": none, "places": none[None]}
+            accepted = self.accept(t, none, 1, depth, deepest + 1)
+            self.moves(t, accepted, table, 1, depth)
 
     def warm_unread(self) -> None:
         """Compiles the kernel that writes candidates which the host has not read."""
-        if self.device.type == "cuda":
-            none = torch.zeros(5, 2, dtype=torch.int64, device=self.device)
-            names = {
-                "tree": none,
-                "row": none[0],
-                "root": none[1, :1],
-                "of": none[1, :1],
-                "columns": none[2, :1],
-            }
-            found, seen = none.new_zeros(3, 1, 1), none.new_zeros(2, 8, dtype=torch.bool)
-            write_nodes(UnreadNodes(found, names), none[3], seen, 0)
+        none = torch.zeros(5, 2, dtype=torch.int64, device=self.device)
+        names = {"tree": none, "row": none[0], "root": none[1, :1], "of": none[1, :1], "columns": none[2, :1]}
+        found, seen = none.new_zeros(3, 1, 1), none.new_zeros(2, 8, dtype=torch.bool)
+        write_nodes(UnreadNodes(found, names), none[3], seen, 0)
 
     def warm_draws(self, vocabulary: int) -> None:
         """Compiles the kernels of noise and filters for fp32 logits, which only requests that sample need."""
-        if self.device.type == "cuda":
-            from adaserve.engine.gpu.filter_kernel import filter_fused
+        from adaserve.engine.gpu.filter_kernel import filter_fused
 
-            self.draw(torch.zeros(1, vocabulary, device=self.device), Reading.plain(np.ones(1)))
-            usable = checked(filter_fused, vocabulary, self.device)
-            # Where one rank sorts all do: the two may differ where rounding decides.
-            if least_of(get_tp_group(), int(usable is filter_fused)):
-                self.filter = usable
+        self.draw(torch.zeros(1, vocabulary, device=self.device), Reading.plain(np.ones(1)))
+        usable = checked(filter_fused, vocabulary, self.device)
+        # Where one rank sorts all do: the two may differ where rounding decides.
+        if least_of(get_tp_group(), int(usable is filter_fused)):
+            self.filter = usable
 
     def warm_slots(self, table: Tensor, most_rows: int) -> None:
         """Compiles SGLang's kernel that lists new KV slots, which it calls before every iteration: for each
         power of two of requests, and for slots that start at a multiple of 16 bytes and elsewhere. On an H200
         everybody stood still for 0.1 s where a batch first had so many."""
-        if self.device.type == "cuda":
-            from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
+        from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 
-            for arguments in listings_of_none(table, most_rows):
-                assign_req_to_token_pool_func(*arguments)
+        for arguments in listings_of_none(table, most_rows):
+            assign_req_to_token_pool_func(*arguments)
 
     def time(self, models: Sequence[Drafter], step: Callable[[], Any]) -> float:
         """The forwards of ``step`` alone, between events around their graphs: what the host prepares for each
