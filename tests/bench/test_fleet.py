@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from adaserve.bench.fleet.run import Predictions, Ranking, counted, load_rows, summary_text
+from adaserve.bench.fleet.run import Predictions, Ranking, counted, forget_beginning, load_rows, summary_text
 from adaserve.slo.metrics import RequestRecord
 from adaserve.slo.trace import Trace, TraceRow
 
@@ -44,6 +46,14 @@ def test_the_summary_says_how_far_simulation_and_measurement_are_apart() -> None
     }
     text = summary_text(result, 2)
     assert "95.0% of 20 samples (1 ties)" in text and "80.0% of 10 requests" in text and "+3.0 points" in text
+
+
+@pytest.mark.parametrize("cut", [6, 9])  # the end of a line, and the middle of one
+def test_a_recording_without_its_beginning_has_whole_lines_of_the_rest(tmp_path: Path, cut: int) -> None:
+    recording = tmp_path / "iterations.jsonl"
+    recording.write_text("first\nsecond\nthird\n")
+    forget_beginning(recording, cut)
+    assert recording.read_text() == "third\n"
 
 
 def test_measured_and_simulated_are_the_same_requests() -> None:

@@ -125,6 +125,7 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
     try:
         with others.watched():
             ranking = rank(fleet.replicas, say=lambda text: console.print(text, highlight=False))
+            before_load = _recording(plan.out, 0).stat().st_size
             summary, records = _load(plan, fleet, console)
         reports = [replica.report() for replica in fleet.replicas]
     finally:
@@ -132,6 +133,7 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
     judged = [r for r in records if r.scheduled_s >= plan.warmup_s]
     classes = sorted({r.slo_class for r in judged})
     write_json(plan.out / "replicas.json", reports)
+    forget_beginning(_recording(plan.out, 0), before_load)
     capacity = _capacity(plan, reports, records, float(summary["slo_attainment"] or 0.0))
     result = {
         "command": command_line(),
@@ -268,6 +270,12 @@ def load_rows(trace: Trace, records: Sequence[RequestRecord], warmup_s: float) -
     rows = trace.rows[max(0, len(trace) - len(answered)) :]
     warm_up = sum(r.scheduled_s < warmup_s for r in answered)
     return Trace.merged([replace(trace, rows=rows)]), warm_up
+
+
+def forget_beginning(recording: Path, size: int) -> None:
+    """Drops the first ``size`` bytes, and the line in which they end: other requests, which were no load."""
+    rest = recording.read_bytes()[size:]
+    recording.write_bytes(rest.partition(b"\n")[2])
 
 
 def _capacity(
