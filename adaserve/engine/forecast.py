@@ -62,7 +62,7 @@ class Forecaster:
         told, waits = {}, {}
         for name in self._classes.labels:
             slo = self._slo(name)
-            tpot_s = self._ledger.delivered.predict(name, self._by_load_s(name, load), now_s)
+            tpot_s = self._ledger.delivered.predict(slo, self._by_load_s(name, load), now_s)
             headroom = slo.tpot_s / tpot_s if math.isfinite(slo.tpot_s) else None
             alike = slo.ttft_s, headroom is None  # all that a prompt's place in the queue depends on
             if alike not in waits:

@@ -77,12 +77,12 @@ class SLOLedger:
 
     def predict(self, req: Any, by_load_s: float) -> None:
         """Predicts the TPOT of a request that arrives. ``by_load_s``: what the load alone says."""
-        tpot_s = self.delivered.predict(self.slo(req).slo_class, by_load_s, self.arrival_s(req))
+        tpot_s = self.delivered.predict(self.slo(req), by_load_s, self.arrival_s(req))
         self._predicted_s[req] = tpot_s, by_load_s
 
     def _learn_tpot(self, request: FinishedRequest, by_load_s: float | None, end_s: float) -> None:
         if by_load_s is not None and request.tpot_s is not None and not request.failed:
-            self.delivered.add(request.slo.slo_class, request.output_tokens, request.tpot_s, by_load_s, end_s)
+            self.delivered.add(request.slo, request.output_tokens, request.tpot_s, by_load_s, end_s)
 
     def load(self, queue: int, kv_use: float) -> None:
         """Notes the number of waiting requests and the share of the KV pool in use (0 to 1)."""

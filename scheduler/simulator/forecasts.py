@@ -12,6 +12,7 @@ from adaserve.scheduler.interface import FloatArray, IterationOutcome
 from adaserve.scheduler.simulator.played import PlayedReplica
 from adaserve.scheduler.simulator.run import SimulationConfig, build_replica
 from adaserve.scheduler.simulator.workload import SimRequest
+from adaserve.slo.classes import SLO
 from adaserve.slo.delivered import LEAST_TOKENS, DeliveredTPOT
 
 CLOSE = 0.15
@@ -75,14 +76,18 @@ class _Watch:
         self._seen = len(outcomes)
         for r in self._replica.done[self._ended :]:
             if r.produced:
-                self._delivered.add(r.slo_class, r.produced, _tpot_s(r), said[r.rid][0], r.last_token_s)
+                self._delivered.add(_slo(r), r.produced, _tpot_s(r), said[r.rid][0], r.last_token_s)
         self._ended = len(self._replica.done)
 
     def predict(self, request: SimRequest) -> tuple[float, float]:
         """By the load alone, and as a server says it."""
         n = min(self._slots, len(self._replica.rows) + len(self._replica.waiting) + 1)
         by_load_s = self._outlook.tpot_s(request.slo_class, n)
-        return by_load_s, self._delivered.predict(request.slo_class, by_load_s, request.arrival_s)
+        return by_load_s, self._delivered.predict(_slo(request), by_load_s, request.arrival_s)
+
+
+def _slo(request: SimRequest) -> SLO:
+    return SLO(request.slo_class, request.tpot_slo_s, request.ttft_slo_s)
 
 
 def _tpot_s(request: SimRequest) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from adaserve.slo.classes import SLOConfig
+from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.events import IterationSample
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
@@ -321,7 +321,7 @@ def test_predictions_learn_from_what_was_delivered() -> None:
     gave_up = Req(finished_reason=FINISH_ABORT(500))
     books.predict(gave_up, 0.040)
     books.close(gave_up)
-    assert books.delivered.predict("coding", 0.040, 0.0) == pytest.approx(0.020)
+    assert books.delivered.predict(SLO("coding"), 0.040, 0.0) == pytest.approx(0.020)
 
 
 def test_who_limits_speculation_says_nothing_of_its_class() -> None:
@@ -329,7 +329,7 @@ def test_who_limits_speculation_says_nothing_of_its_class() -> None:
     req = Req(sampling_params=SimpleNamespace(custom_params=params, max_new_tokens=11))
     books.predict(req, 0.010)
     assert books.close(req)["tpot_predicted_ms"] == pytest.approx(10.0)
-    assert books.delivered.predict("coding", 0.010, 0.0) == pytest.approx(0.010)
+    assert books.delivered.predict(SLO("coding"), 0.010, 0.0) == pytest.approx(0.010)
 
 
 def test_the_gate_is_noted_for_one_iteration() -> None:
