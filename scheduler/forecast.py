@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adaserve.scheduler.averages import blend
+from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.interface import Context, FloatArray, IterationOutcome
 from adaserve.scheduler.latency import Latency
 from adaserve.scheduler.prefill import (
@@ -25,9 +25,13 @@ from adaserve.scheduler.prefill import (
     plan_prefill,
     prefill_s,
 )
+from adaserve.slo.classes import kind_of
 
 NEWEST = 0.05
 """Weight of the newest iteration: the last two dozen count."""
+
+NEWEST_SIZE = 0.01
+"""The same for the size of the batch, which changes from one iteration to the next."""
 
 
 class _Usual(NamedTuple):
@@ -48,12 +52,15 @@ class Outlook:
     def __init__(self, latency: Latency) -> None:
         self._latency = latency
         self._means: dict[int, _Usual] = {}  # by the bits of the batch size
-        self._paces: dict[tuple[int, str], float] = {}  # the same for each class
+        self._usual_size = MovingAverage(NEWEST_SIZE)  # requests in a batch
+        self._paces: dict[tuple[int, str], float] = {}  # by that and kind of request: tokens per iteration
 
     def observe(self, outcome: IterationOutcome) -> None:
         """An iteration. Requests that may not speculate say nothing of what others get."""
         running, n = outcome.plan.running, len(outcome.plan.running)
-        each = zip(running.slo_class, outcome.new_tokens.tolist(), strict=True)
+        self._usual_size.add(n)
+        kinds = map(kind_of, running.slo_class, running.tpot_slo_s.tolist())
+        each = zip(kinds, outcome.new_tokens.tolist(), strict=True)
         speculating = list(compress(each, running.max_depth.tolist()))
         if not speculating:
             return
@@ -67,11 +74,18 @@ class Outlook:
         known = self._means.get(size, seen)
         self._means[size] = _Usual(*(blend(k, s, NEWEST) for k, s in zip(known, seen, strict=True)))
         emitted: dict[str, list[int]] = {}
-        for name, new in speculating:
-            emitted.setdefault(name, []).append(new)
-        for name, mine in emitted.items():
+        for kind, new in speculating:
+            emitted.setdefault(kind, []).append(new)
+        for kind, mine in emitted.items():
             pace = sum(mine) / len(mine)
-            self._paces[size, name] = blend(self._paces.get((size, name), pace), pace, NEWEST)
+            self._paces[size, kind] = blend(self._paces.get((size, kind), pace), pace, NEWEST)
+
+    def with_one_more(self, running: int, waiting: int, slots: int) -> int:
+        """Requests that will decode when one more does that arrives now. Those that wait fill the batch up to
+        its usual size; where more of them wait, each stands in for one that has ended."""
+        usual = round(self._usual_size.value)
+        filling = min(waiting, max(0, usual - running)) if usual else waiting
+        return min(slots, running + filling + 1)
 
     def cycle_s(self, n: int) -> float:
         """Seconds per iteration while ``n`` requests decode."""
@@ -82,16 +96,17 @@ class Outlook:
         grown = self._iteration_s(usual, n) - self._iteration_s(usual, usual.n)
         return max(usual.quiet_s * self._latency.slowdown + grown, self._latency.verify_s(float(n)))
 
-    def tpot_s(self, slo_class: str, n: int) -> float:
-        """Predicted TPOT of a request of the class that is one of ``n``."""
-        return self.cycle_s(n) / self.pace(slo_class, n)
+    def tpot_s(self, kind: str, n: int) -> float:
+        """Predicted TPOT of a request of that kind (``SLO.kind``) that is one of ``n``."""
+        return self.cycle_s(n) / self.pace(kind, n)
 
-    def pace(self, slo_class: str, n: int) -> float:
-        """Tokens per iteration of a request of the class; 1 while nothing is known."""
+    def pace(self, kind: str, n: int) -> float:
+        """Tokens per iteration of a request of that kind; of any where none was seen, and 1 while nothing is
+        known."""
         size = self._size(n)
         if size is None:
             return 1.0
-        return max(1.0, self._paces.get((size, slo_class), self._means[size].pace))
+        return max(1.0, self._paces.get((size, kind), self._means[size].pace))
 
     def _size(self, n: int) -> int | None:
         """The size that is known and nearest. Not that of the present batch: with more requests each gets

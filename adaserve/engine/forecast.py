@@ -18,7 +18,7 @@ from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.forecast import predicted_wait_s
 from adaserve.scheduler.interface import FloatArray
 from adaserve.scheduler.prefill import Situation, WaitingBatch, prefill_s
-from adaserve.slo.classes import SLO, SLOConfig
+from adaserve.slo.classes import SLO, SLOConfig, kind_of
 from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.ledger import SLOLedger
 
@@ -46,8 +46,7 @@ class Forecaster:
     def arrived(self, req: Any, load: Load) -> None:
         """Predicts the TPOT of a request that is about to be queued, to be compared with what it gets."""
         self._prompt_tokens.add(float(len(req.origin_input_ids)))
-        by_load_s = self._by_load_s(self._ledger.slo(req).slo_class, load)
-        self._ledger.predict(req, by_load_s)
+        self._ledger.predict(req, self._by_load_s(self._ledger.slo(req), load))
 
     def renew(self, load: Load, now_s: float) -> Forecast:
         """Makes a forecast and publishes it."""
@@ -62,7 +61,7 @@ class Forecaster:
         told, waits = {}, {}
         for name in self._classes.labels:
             slo = self._slo(name)
-            tpot_s = self._ledger.delivered.predict(slo, self._by_load_s(name, load), now_s)
+            tpot_s = self._ledger.delivered.predict(slo, self._by_load_s(slo, load), now_s)
             headroom = slo.tpot_s / tpot_s if math.isfinite(slo.tpot_s) else None
             alike = slo.ttft_s, headroom is None  # all that a prompt's place in the queue depends on
             if alike not in waits:
@@ -78,11 +77,10 @@ class Forecaster:
         tokens = float(len(req.origin_input_ids))
         return self._wait_s(self._ledger.slo(req), tokens, situation, finish_s, load)
 
-    def _by_load_s(self, slo_class: str, load: Load) -> float:
+    def _by_load_s(self, slo: SLO, load: Load) -> float:
         """TPOT of one more request if the load stays as it is."""
-        n = len(load.running)
-        joining = max(1, min(load.joining + 1, load.slots - n))
-        return self._pacer.outlook.tpot_s(slo_class, n + joining)
+        outlook = self._pacer.outlook
+        return outlook.tpot_s(slo.kind, outlook.with_one_more(len(load.running), load.joining, load.slots))
 
     def _slo(self, name: str) -> SLO:
         known = name in self._classes.classes
@@ -95,7 +93,8 @@ class Forecaster:
         if not load.paced:
             situation = replace(situation, config=replace(situation.config, gate=None, pacing="fixed"))
         n = len(load.running)
-        pace = np.array([outlook.pace(name, n) for name in batch.slo_class])
+        kinds = map(kind_of, batch.slo_class, batch.tpot_slo_s.tolist())
+        pace = np.array([outlook.pace(kind, n) for kind in kinds])
         finish_s: FloatArray = np.sort(batch.tokens_ahead * outlook.cycle_s(n) / pace)
         return situation, finish_s
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,8 @@ DEFAULT_CLASS = "default"
 CUSTOM_CLASS = "custom"
 """Label of requests that give milliseconds, with a class or without: they do not spend the error budget of
 a class with another SLO, and metrics labels stay bounded."""
+KINDS = 2
+"""Kinds of custom requests per octave of their TPOT SLOs."""
 MAX_CLASSES = 32
 ANONYMOUS = "anonymous"
 """Tenant of requests that carry no API key."""
@@ -47,6 +50,20 @@ class SLO:
     tpot_s: float = math.inf
     ttft_s: float = math.inf
     tenant: str = ANONYMOUS
+
+    @property
+    def kind(self) -> str:
+        """Requests of a kind are served alike, so what one gets tells of the others."""
+        return kind_of(self.slo_class, self.tpot_s)
+
+
+@lru_cache(maxsize=1024)
+def kind_of(slo_class: str, tpot_slo_s: float) -> str:
+    """The class, and of requests with milliseconds of their own how many: they are served at very different
+    speeds."""
+    if slo_class != CUSTOM_CLASS or math.isinf(tpot_slo_s):
+        return slo_class
+    return f"{slo_class}/{round(KINDS * math.log2(tpot_slo_s))}"
 
 
 class SLOClass(Checked):

@@ -81,9 +81,11 @@ class _Watch:
 
     def predict(self, request: SimRequest) -> tuple[float, float]:
         """By the load alone, and as a server says it."""
-        n = min(self._slots, len(self._replica.rows) + len(self._replica.waiting) + 1)
-        by_load_s = self._outlook.tpot_s(request.slo_class, n)
-        return by_load_s, self._delivered.predict(_slo(request), by_load_s, request.arrival_s)
+        rows, waiting = len(self._replica.rows), len(self._replica.waiting)
+        n = self._outlook.with_one_more(rows, waiting, self._slots)
+        slo = _slo(request)
+        by_load_s = self._outlook.tpot_s(slo.kind, n)
+        return by_load_s, self._delivered.predict(slo, by_load_s, request.arrival_s)
 
 
 def _slo(request: SimRequest) -> SLO:

@@ -18,7 +18,7 @@ from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
-from adaserve.slo.classes import SLOConfig
+from adaserve.slo.classes import SLOConfig, kind_of
 
 # 10 ms and 1 ms per verified token; a draft step takes 1 ms.
 LATENCY = LatencyModel(ForwardCost(0.001), ForwardCost(0.010, per_token_s=0.001))
@@ -48,6 +48,26 @@ def outlook(*iterations):
 def test_before_anything_was_served_it_is_plain_decoding():
     assert Outlook(LATENCY).tpot_s("chat", 1) == pytest.approx(0.011)
     assert Outlook(LATENCY).tpot_s("chat", 5) == pytest.approx(0.015)
+
+
+def test_who_waits_fills_the_batch_up_to_its_usual_size():
+    seen = outlook(*[iteration(["chat"] * 8, [1] * 8, cycle_s=0.020)] * 500)
+    assert seen.with_one_more(running=3, waiting=0, slots=64) == 4
+    assert seen.with_one_more(running=3, waiting=2, slots=64) == 6
+    assert seen.with_one_more(running=3, waiting=50, slots=64) == 9
+    assert seen.with_one_more(running=12, waiting=50, slots=64) == 13
+    assert seen.with_one_more(running=12, waiting=50, slots=12) == 12
+    assert Outlook(LATENCY).with_one_more(running=0, waiting=9, slots=64) == 10, "no size is usual yet"
+
+
+def test_custom_requests_get_what_those_got_that_asked_for_as_much():
+    batch = iteration(["custom", "custom"], [4, 2], cycle_s=0.040)
+    slos = replace(batch.plan.running, tpot_slo_s=np.array([0.024, 0.100]))
+    seen = outlook(replace(batch, plan=replace(batch.plan, running=slos)))
+    assert seen.pace(kind_of("custom", 0.025), 2) == 4
+    assert seen.pace(kind_of("custom", 0.105), 2) == 2
+    assert seen.pace(kind_of("custom", 0.050), 2) == pytest.approx(3), "nobody asked for that: as all"
+    assert seen.pace("custom", 2) == pytest.approx(3)
 
 
 def test_a_class_gets_what_it_got():

@@ -62,6 +62,11 @@ def test_recent_requests_count() -> None:
     assert books.predict(CHAT, 0.02, NOW) == pytest.approx(0.04, rel=0.01)
 
 
+def test_at_first_all_requests_weigh_the_same() -> None:
+    books = served((0.01, 0.02), (0.04, 0.02))
+    assert books.predict(CHAT, 0.02, NOW) == pytest.approx(0.02)
+
+
 def test_short_answers_and_impossible_times_say_nothing() -> None:
     books = DeliveredTPOT()
     books.add(CHAT, LEAST_TOKENS - 1, 0.5, 0.02, NOW)
