@@ -117,8 +117,8 @@ def test_profiles(tmp_path: Path) -> None:
     """One counts that a server here would use, which is found by what it was measured with."""
     assert doctor.check_profile(tmp_path)[0].found.startswith("none")
     (tmp_path / "damaged.json").write_text("{}")
-    args = SimpleNamespace(**dict.fromkeys(kept_costs._OF_SERVER))
-    here = kept_costs.fingerprint("target", (), AdaServeConfig(), args)
+    args = SimpleNamespace(**dict.fromkeys(kept_costs._OF_SERVER), model_path="target")
+    here = kept_costs.fingerprint((), AdaServeConfig(), args)
     points = np.array([[1.0, 256.0, 1.0, 0.01]])
     for name, changed in (("cpu", {"host": "another"}), ("torch", {"torch": "2.0.0"})):
         Profile(points, points, meta=here | changed).save(tmp_path / f"{name}.json")
