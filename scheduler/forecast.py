@@ -52,8 +52,8 @@ class Outlook:
     def __init__(self, latency: Latency) -> None:
         self._latency = latency
         self._means: dict[int, _Usual] = {}  # by the bits of the batch size
+        self._paces: dict[tuple[int, str], float] = {}  # tokens per iteration, by these bits and SLO.kind
         self._usual_size = MovingAverage(NEWEST_SIZE)  # requests in a batch
-        self._paces: dict[tuple[int, str], float] = {}  # by that and kind of request: tokens per iteration
 
     def observe(self, outcome: IterationOutcome) -> None:
         """An iteration. Requests that may not speculate say nothing of what others get."""
