@@ -12,7 +12,7 @@ SGLANG_VERSION = "0.5.23"
 
 @dataclass
 class Registration:
-    """Of this process with SGLang."""
+    """Why this process could not register with SGLang; None where it could, or has not tried."""
 
     failure: BaseException | None = None
 

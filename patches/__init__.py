@@ -37,9 +37,9 @@ class PatchError(RuntimeError):
 def hook(target: str, function: Callable[..., Any], kind: HookType, *, always: bool = False) -> None:
     """Registers one hook. Raises PatchError when ``target`` does not exist.
 
-    A server that does not run ADASERVE is left as SGLang made it, save by what replaces a function and by
-    what acts ``always``: before the settings are known, for any server, or so often that it asks
-    ``is_active`` itself, and last.
+    On a server that does not run ADASERVE it does nothing, unless it replaces a function, or acts ``always``:
+    because the settings are not known yet, because any server needs it, or because it runs so often that it
+    asks ``is_active`` itself, after cheaper questions.
     """
     try:
         pkgutil.resolve_name(target)
