@@ -76,7 +76,7 @@ class Rows:
             rids = tuple(self.rids[i] for i in at)
             classes = tuple(self.classes[i] for i in at)
             pick = at  # type: ignore[assignment]
-        done = self.decoded[pick]
+        done = self.decoded[pick].copy()  # an outcome that is looked at later has it as it was
         remaining, likely = np.maximum(1, self.limit[pick] - done), None
         if self._lengths:
             left = [self._lengths.left(name, d) for name, d in zip(classes, done.tolist(), strict=True)]
