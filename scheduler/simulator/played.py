@@ -60,8 +60,7 @@ class PlayedReplica(Replica):
 
     def _drafts_for_next(self) -> bool:
         policy = self.policy
-        skips = isinstance(policy, TurboSpecPolicy) and not policy.wants_draft_prefill(len(self.rows))
-        return super()._drafts_for_next() and not skips
+        return not isinstance(policy, TurboSpecPolicy) or policy.wants_draft_prefill(len(self.rows))
 
     def _decode(self, prefill_tokens: int) -> None:
         at = None if self._order is None else self._order(self.rows, self.now_s)

@@ -66,8 +66,8 @@ class Replica(ABC):
         """One decode iteration, with a chunk of ``prefill_tokens`` in its forward; ends with ``_decoded``."""
 
     def _drafts_for_next(self) -> bool:
-        """Whether the draft model reads the prompt that starts now as well."""
-        return self._drafts
+        """Whether the prompt that starts now may be drafted for: a draft model that is served reads it."""
+        return True
 
     @property
     def busy(self) -> bool:
@@ -99,7 +99,7 @@ class Replica(ABC):
         """One iteration: prefill chunk and decode share a forward (mixed), or prefill goes first."""
         chunk = self._take_chunk()
         tokens = sum(t for _, t in chunk)
-        self._drafted_chunk = sum(t for r, t in chunk if r.drafts)
+        self._drafted_chunk = sum(t for r, t in chunk if r.drafts) if self._drafts else 0
         if tokens and (self.config.prefill_mode == "exclusive" or not len(self.rows)):
             self._prefill(tokens)
         elif len(self.rows):

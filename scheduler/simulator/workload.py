@@ -32,7 +32,7 @@ class SimRequest:
     produced: int = 0  # tokens after the first
     iterations: int = 0
     shed: bool = False
-    drafts: bool = True  # whether a draft model reads its prompt: else it cannot speculate
+    drafts: bool = True  # False: the draft model skips its prompt, so it cannot speculate
 
     @property
     def finished(self) -> bool:

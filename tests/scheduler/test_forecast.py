@@ -130,8 +130,17 @@ def test_predictions_of_requests_that_arrive(policy):
         steady += predict_requests(requests, SimulationConfig(served, policy))[60:220]
     delivered = [r.delivered_s for r in steady]
     by_load, told = [r.by_load_s for r in steady], [r.predicted_s for r in steady]
-    assert abs(np.median(np.array(told) / delivered) - 1) < 0.08
+    for said in (by_load, told):
+        assert abs(np.median(np.array(said) / delivered) - 1) < 0.08
     assert close_share(told, delivered) > close_share(by_load, delivered)
+
+
+def test_a_request_that_comes_after_idle_time_is_predicted_as_the_one_before_it():
+    """What a batch looked like when its iteration began is learned after it has gone on."""
+    requests = make_requests(synthetic_trace(4, 0.001, 0, {"chat": 1.0}), SLOConfig(), 0.011, TextModel(), 0)
+    alone = SimulationConfig(ReplicaConfig(LATENCY, noise=0.0), "none")
+    for told in predict_requests(requests, alone):
+        assert told.by_load_s == pytest.approx(0.011) == told.delivered_s
 
 
 def test_a_prediction_that_was_not_made_is_not_a_wrong_one():
