@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
+from pydantic import create_model
 from rich.console import Console
 
 from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.traces import DRAWN, rate_rps, read_workload
 from adaserve.bench.study import Case, Setting, markdown, plot_violations, run_grid
 from adaserve.bench.terminal import progress
+from adaserve.checked import Checked
 from adaserve.files import write_json
 from adaserve.loadgen.results import command_line
 from adaserve.scheduler.config import PolicyConfig
@@ -148,18 +151,21 @@ def _with_policy(shared: SimulationConfig, spec: str) -> tuple[str, SimulationCo
 
 def _policy_config(text: str, latency: LatencyModel) -> PolicyConfig:
     """``key=value,key=value`` over the defaults; values are YAML. Raises ValueError naming the keys."""
-    values: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
-        try:
-            values[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(f"policy setting {part!r} is not KEY=VALUE with a YAML value") from None
     try:
-        return PolicyConfig(latency=latency, **values)
-    except TypeError as error:
-        names = ", ".join(PolicyConfig.__dataclass_fields__)
-        raise ValueError(f"{error}; settings are: {names}") from error
+        given = yaml.safe_load("{" + text.replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        raise ValueError(f"policy settings {text!r} are not KEY=VALUE,... with YAML values") from None
+    values = {str(key): tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    return PolicyConfig(latency=latency, **dict(_policy_settings()(**values)))
+
+
+@cache
+def _policy_settings() -> type[Checked]:
+    """What a policy has to set, checked; the costs of forwards are those of the hardware."""
+    hints = get_type_hints(PolicyConfig)
+    settable = {f.name: (hints[f.name], f.default) for f in fields(PolicyConfig)}
+    del settable["latency"], settable["costs"]
+    return create_model("PolicySettings", __base__=Checked, **settable)  # type: ignore[call-overload, no-any-return]
 
 
 def run_and_report(
