@@ -297,6 +297,7 @@ def test_a_trace_that_states_slos_gets_no_others(stated: dict[str, float], tmp_p
         ("--policy fixed-tree:fixed_branching=[1,x]", "fixed_branching.1 is 'x'"),
         ("--policy fixed-tree:fixed_branching=[1", "are not KEY=VALUE"),
         ("--gpu b900", "unknown GPU"),
+        ("--recorded any.jsonl --miscalibration 0.1", "leave --miscalibration or --recorded out"),
         ("--model llama-3.2-1b", "unknown target model 'llama-3.2-1b'"),
         ("--prefill never", "is not one of"),
         ("--loads 1,0", "numbers above 0"),

@@ -126,9 +126,15 @@ def run(
     replicas: Replicas = 1,
     router: RouterName = "least-work",
     miscalibration: Annotated[
-        float,
-        typer.Option(min=0.0, help="Error of the path probabilities, in logits.", rich_help_panel=TRAFFIC),
-    ] = 0.15,
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="By what share the logits of the draft's likeliest tokens are too large: it is too sure.",
+            show_default="0.15; a recording's own with --recorded",
+            rich_help_panel=TRAFFIC,
+        ),
+    ] = None,
     eos_share: EosShare = 0.0,
     recorded: Annotated[
         Path | None,

@@ -29,7 +29,7 @@ from adaserve.scheduler.simulator.order import ROW_ORDERS
 from adaserve.scheduler.simulator.recorded import RECORDED_TEXT, load_children
 from adaserve.scheduler.simulator.replica import PrefillMode, ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
-from adaserve.scheduler.simulator.trees import SyntheticChildren
+from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
 from adaserve.scheduler.simulator.workload import TextModel
 from adaserve.slo.classes import SLOConfig
 
@@ -60,7 +60,7 @@ class Grid:
     lag: bool
     replicas: int
     router: str
-    miscalibration: float
+    miscalibration: float | None
     eos_share: float
     recorded: Path | None
 
@@ -95,10 +95,17 @@ class Grid:
             prefill=PrefillConfig(chunk, self.order, self.gate, shed=self.shed),
             lag=self.lag,
         )
-        children = load_children(self.recorded) if self.recorded else SyntheticChildren(self.miscalibration)
         return SimulationConfig(
-            replica, "none", replicas=self.replicas, router=self.router, children=children
+            replica, "none", replicas=self.replicas, router=self.router, children=self._children()
         )
+
+    def _children(self) -> ChildSource:
+        """Where the candidates come from."""
+        if self.miscalibration is None:
+            return load_children(self.recorded) if self.recorded else SyntheticChildren()
+        if self.recorded:
+            raise ValueError("a recording has errors of its own: leave --miscalibration or --recorded out")
+        return SyntheticChildren(self.miscalibration)
 
     def _setting(self, latency: LatencyModel) -> Setting:
         slos = SLOConfig.load(self.slo_config) if self.slo_config else SLOConfig()
