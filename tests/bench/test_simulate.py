@@ -313,6 +313,12 @@ def test_errors_name_the_remedy(arguments: str, message: str) -> None:
     assert got.exit_code == 2 and message in got.output.replace("\n", " ")
 
 
+def test_the_progress_bar_shows_a_trace_by_its_name() -> None:
+    """`:100:` is an emoji to Rich."""
+    got = simulate_command("run --trace synthetic:100:9 --policy none")
+    assert "synthetic:100:9 9.00 rps none" in got.stderr
+
+
 @pytest.mark.parametrize("command", ["capacity", "fleet"])
 def test_fleets_of_no_known_policy(command: str) -> None:
     got = simulate_command(f"{command} --trace synthetic:5:1 --policy best")
