@@ -220,7 +220,7 @@ class LearnedCosts(Latency):
             return
         tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
         self.verify.observe(tokens, context, outcome.verify_s)
-        if outcome.trees.draft_steps:
+        if outcome.trees.draft_steps and outcome.plan.draft.branching is None:  # else steps differ in rows
             self._observe_draft(outcome)
         waited_s = 0.0
         if outcome.trees.n_nodes and outcome.plan.running.may_go_unread and not outcome.plan.takes_all:

@@ -481,3 +481,12 @@ def test_what_a_draft_takes_is_the_same_for_a_start_and_for_who_learns_from_it()
     long = Context(8192.0)
     assert start.draft_s(1, 3, 1, long) == pytest.approx(3e-3 + 2 * 1e-3 + 3 * 8192e-6)
     assert LearnedCosts(start).draft_s(1, 3, 1, long) == pytest.approx(start.draft_s(1, 3, 1, long))
+
+
+def test_a_static_tree_whose_steps_differ_in_rows_teaches_nothing_wrong_about_steps() -> None:
+    """Its first steps have a row for each request, and only later ones as many as the tree is wide."""
+    truth = LatencyModel(ForwardCost(1e-3, per_token_s=1e-3), ForwardCost(10e-3))
+    requests = make_requests(synthetic_trace(8, 0.1, 0, {"chat": 1.0}), SLOConfig(), 0.01, TextModel(), 0)
+    served = simulate(requests, SimulationConfig(ReplicaConfig(truth, noise=0.0), "fixed-tree"))
+    (replica,) = served.replicas
+    assert len(replica.log) > 100 and replica.policy.costs.draft_step_s(3.0) == pytest.approx(4e-3)
