@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,13 @@ Row = dict[str, Any]
 _ROWS = "runs.jsonl"
 
 
-def run_case(case: Case, setting: Setting) -> tuple[Row, list[RequestRecord], SimulationResult]:
-    """Simulates one case: a flat row of figures, the records, and the replicas with their logs."""
+def run_case(
+    case: Case, setting: Setting, progress: Callable[[int], None] | None = None
+) -> tuple[Row, list[RequestRecord], SimulationResult]:
+    """Simulates one case: a flat row of figures, the records, and the replicas with their logs. ``progress``
+    gets how many requests have arrived."""
     requests = make_requests(case.trace, setting.slos, setting.baseline_s, setting.text, case.seed)
-    result = simulate(requests, replace(case.config, seed=case.seed))
+    result = simulate(requests, replace(case.config, seed=case.seed), progress)
     records = result.records()
     summary = summarize(
         records, meta={"seed": case.seed, "trace_sha256": case.trace.sha256, "policy": case.policy}
@@ -105,15 +109,18 @@ def run_grid(
     keep_records: bool,
 ) -> list[Row]:
     """Runs all cases one after the other; with ``out``, draws the first one, appends to ``runs.jsonl`` and
-    skips what it holds.
+    skips what it holds. ``progress`` gets how many requests of all cases have arrived so far.
 
     The settings of those must be the same (``check_same_settings``)."""
     done = {_key(row): row for row in _known(out)}
     rows = []
+    before = 0
     for i, case in enumerate(cases):
-        progress(i, case)
+        say = partial(_say, progress, before, case)
+        say(0)
+        before += len(case.trace)
         if case.key not in done:
-            row, records, result = run_case(case, setting)
+            row, records, result = run_case(case, setting, say)
             done[case.key] = row
             if out:
                 if keep_records:
@@ -125,6 +132,10 @@ def run_grid(
                 append_line(out / _ROWS, row)  # last: it says that the case is done
         rows.append(done[case.key])
     return rows
+
+
+def _say(progress: Callable[[int, Case], None], before: int, case: Case, arrived: int) -> None:
+    progress(before + arrived, case)
 
 
 def check_same_settings(cases: list[Case], setting: Setting, out: Path | None) -> None:

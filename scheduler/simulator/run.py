@@ -66,10 +66,12 @@ def build_replica(config: SimulationConfig, index: int = 0) -> PlayedReplica:
     return PlayedReplica(policy, config.replica, sampler, streams[1], order)
 
 
-def simulate(requests: list[SimRequest], config: SimulationConfig) -> SimulationResult:
-    """Plays every iteration."""
+def simulate(
+    requests: list[SimRequest], config: SimulationConfig, progress: Callable[[int], None] | None = None
+) -> SimulationResult:
+    """Plays every iteration. ``progress`` as in ``serve``."""
     replicas = [build_replica(config, i) for i in range(config.replicas)]
-    serve(requests, replicas, config)
+    serve(requests, replicas, config, progress)
     return SimulationResult(requests, replicas)
 
 

@@ -15,7 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from adaserve.bench import study
-from adaserve.bench.simulate import fleet
+from adaserve.bench.simulate import fleet, grid
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
 from adaserve.cli import app
@@ -317,6 +317,18 @@ def test_the_progress_bar_shows_a_trace_by_its_name() -> None:
     """`:100:` is an emoji to Rich."""
     got = simulate_command("run --trace synthetic:100:9 --policy none")
     assert "synthetic:100:9 9.00 rps none" in got.stderr
+
+
+def test_a_long_case_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may take minutes."""
+    shown: list[int] = []
+
+    def watched(cases: Any, setting: Any, out: Any, progress: Any, records: bool) -> list[study.Row]:
+        return study.run_grid(cases, setting, out, lambda arrived, _: shown.append(arrived), records)
+
+    monkeypatch.setattr(grid, "run_grid", watched)
+    output_of("run --trace synthetic:120:9 --policy none --seeds 0,1")
+    assert shown == [0, 50, 100, 120, 170, 220]
 
 
 @pytest.mark.parametrize("command", ["capacity", "fleet"])

@@ -180,13 +180,14 @@ def run_and_report(
 ) -> None:
     """Prints a table; with ``out``, writes rows, records of requests and figures there. Raises SLOError."""
     with progress(console) as bar:
-        task = bar.add_task("simulating", total=len(cases))
+        task = bar.add_task("simulating", total=sum(len(case.trace) for case in cases))
 
-        def show(i: int, case: Case) -> None:
+        def show(arrived: int, case: Case) -> None:
             what = f"{case.workload} {case.load:.2f} rps {case.policy}"
-            bar.update(task, completed=i, description=what)
+            bar.update(task, completed=arrived, description=what)
 
         rows = run_grid(cases, setting, out, show, records)
+        bar.update(task, completed=bar.tasks[task].total)
     text = markdown(rows)
     print(text)
     if out:
