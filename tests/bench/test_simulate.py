@@ -193,13 +193,18 @@ def test_a_case_is_done_when_its_records_are_there(tmp_path: Path, monkeypatch: 
 
 
 def test_capacity_knows_how_much_memory_there_is() -> None:
-    """Where hardly any request fits beside another one, nobody is slowed down and all wait."""
+    """Where hardly any request fits beside another one, nobody is slowed down and all wait. Without a TTFT
+    SLO waiting is no miss, so it is shown."""
 
-    def attained(more: str = "") -> float:
+    def attained(more: str = "") -> tuple[float, float]:
         said = output_of(f"capacity --trace synthetic:60:6 --policy none --target 0.3 {more}")
-        return float(re.findall(r" 1 replica: ([0-9.]+)% attained", said)[0])
+        share, ttft_s = re.findall(r" 1 replica: ([0-9.]+)% attained, TTFT ([0-9.]+) s \(p99", said)[0]
+        return float(share), float(ttft_s)
 
-    assert attained("--kv-tokens 2500") > attained()
+    (small, waited_s), (large, soon_s) = attained("--kv-tokens 2500"), attained()
+    assert small > large and waited_s > 10 * soon_s
+    nobody = output_of("capacity --trace synthetic:9:6 --kv-tokens 1 --most 1")
+    assert " 1 replica: 0.00% attained\n" in nobody
 
 
 def test_fit_reports_errors_and_bad_files(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def capacity(
     from adaserve.files import write_json
     from adaserve.scheduler.simulator.capacity import min_replicas
     from adaserve.slo.classes import SLOConfig
-    from adaserve.slo.metrics import percent
+    from adaserve.slo.metrics import percent, summarize
 
     with _refusing():
         slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
@@ -219,19 +219,28 @@ def capacity(
         of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, recorded, cache)
         loaded = read_recorded(trace, seed)
         with console.status(_replicas(1)) as status:
-            attainment = of.attainment(loaded, slos, router)
+            served, summaries = of.records(loaded, slos, router), {}
 
             def attain(n: int) -> float:
                 status.update(_replicas(n))
-                return attainment(n)
+                summaries[n] = summarize(served(n))
+                return float(summaries[n]["slo_attainment"])
 
             answer = min_replicas(attain, target, most)
     for n, got in answer.tried.items():
-        print(f"{_replicas(n):>14}: {percent(got, 2)}% attained")
+        print(f"{_replicas(n):>14}: {percent(got, 2)}% attained{_first_tokens(summaries[n])}")
     found = f"{answer.replicas}" if answer.replicas else f"more than {most}"
     print(f"minimum replicas for {100 * target:g}% attainment: {found}")
     if out:
         write_json(out, asdict(answer))
+
+
+def _first_tokens(summary: dict[str, Any]) -> str:
+    """When they came, which only those who state a TTFT SLO attain by; nothing where nobody was answered."""
+    if summary["mean_ttft_ms"] is None:
+        return ""
+    mean_s, late_s = (summary[f"{key}_ttft_ms"] / 1e3 for key in ("mean", "p99"))
+    return f", TTFT {mean_s:.2f} s (p99 {late_s:.2f} s)"
 
 
 def _replicas(n: int) -> str:

@@ -54,16 +54,21 @@ class SimulatedFleet:
         self, trace: Trace, slos: SLOConfig, router: str = "least-work", warm_up: int = 0
     ) -> Callable[[int], float]:
         """Share of the trace's requests that would attain their SLOs, by the number of replicas.
-        ``warm_up``: of the first ones, which are served and not counted.
+        ``warm_up``: of the first ones, which are served and not counted."""
+        served = self.records(trace, slos, router)
+        return lambda n: 1.0 - violations(served(n)[warm_up:])
+
+    def records(
+        self, trace: Trace, slos: SLOConfig, router: str = "least-work"
+    ) -> Callable[[int], list[RequestRecord]]:
+        """The trace's requests as so many replicas would serve them.
 
         The iterations of long traces are looked up, those of shorter ones played."""
         requests = self._requests(trace, slos)
         if len(trace) <= DETAILED:
-            return lambda n: (
-                1.0 - violations(simulate(_fresh(requests), self._of(n, router)).records()[warm_up:])
-            )
+            return lambda n: simulate(_fresh(requests), self._of(n, router)).records()
         pace = learn_pace(requests, self.config)
-        return lambda n: 1.0 - violations(self._paced(_fresh(requests), pace, n, router)[warm_up:])
+        return lambda n: self._paced(_fresh(requests), pace, n, router)
 
     def _requests(self, trace: Trace, slos: SLOConfig) -> list[SimRequest]:
         return make_requests(trace, slos, self.baseline_s, self.text, self.config.seed)
