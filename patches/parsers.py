@@ -57,7 +57,7 @@ def register() -> None:
 def _checked(original: Callable[..., str | None], self: Any, request: Any) -> str | None:
     """What is wrong with a chat; also for the routes that make one of their requests."""
     try:
-        with limited_time(TOOLS):
+        with _interruptible(TOOLS):
             return original(self, request)
     except RequestError as error:
         return str(error)
@@ -79,14 +79,14 @@ def _complete_tools(original: Callable[..., None], self: Any, tools: Any, *args:
 
 def _limited(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        with limited_time():
+        with _interruptible():
             return parse(*args, **kwargs)
     except RecursionError as error:
         raise RequestError("the text was not parsed: its contents are nested too deeply") from error
 
 
 @contextmanager
-def limited_time(what: str = TEXT) -> Iterator[None]:
+def _interruptible(what: str = TEXT) -> Iterator[None]:
     """Raises RequestError where ``what`` is done meanwhile takes too long. In the main thread only, which has
     the event loop; signals go nowhere else."""
     if threading.current_thread() is not threading.main_thread():
