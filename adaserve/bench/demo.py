@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from adaserve.bench.busy import BUSY
+from adaserve.bench.display import table
 from adaserve.bench.repetition import OF_CLASS, repetitive
 from adaserve.bench.servers import running
-from adaserve.bench.terminal import table
 from adaserve.bench.turns import TURN_S, Turns
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.loadgen.arrivals import Arrivals

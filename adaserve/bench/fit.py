@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from adaserve.bench.terminal import table
+from adaserve.bench.display import table
 from adaserve.scheduler.config import KNEE
 from adaserve.scheduler.fit import fit_latency
 from adaserve.scheduler.profile import load_profile

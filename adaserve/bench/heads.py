@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from adaserve.bench.terminal import progress, table
+from adaserve.bench.display import progress, table
 from adaserve.bench.walks import (
     TARGET_WEIGHTS,
     HeadPlan,

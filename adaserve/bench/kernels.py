@@ -17,8 +17,8 @@ from typing import TypeVar
 import torch
 from rich.console import Console
 
+from adaserve.bench.display import progress
 from adaserve.bench.markdown import table
-from adaserve.bench.terminal import progress
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend

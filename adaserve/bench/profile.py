@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from adaserve.bench.display import progress
 from adaserve.bench.fit import show_fit
 from adaserve.bench.servers import running
-from adaserve.bench.terminal import progress
 from adaserve.engine.kept_costs import PROFILE_ENV
 from adaserve.engine.measure import profile_steps
 from adaserve.server import ServerError, ServerSpec

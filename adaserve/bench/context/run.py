@@ -19,8 +19,8 @@ from rich.console import Console
 
 from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreement
 from adaserve.bench.context.report import Cell, Mode, table, write
+from adaserve.bench.display import progress
 from adaserve.bench.kernels import SETS, forward_inputs, in_turns, random_model
-from adaserve.bench.terminal import progress
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from adaserve.bench.display import progress
 from adaserve.bench.gpu_check import answers
 from adaserve.bench.gpu_check.again import forget
 from adaserve.bench.gpu_check.answers import Answer, Pace
@@ -46,7 +47,6 @@ from adaserve.bench.gpu_check.targets import targets
 from adaserve.bench.gpu_check.traces import profile
 from adaserve.bench.gpu_check.verification import target_ms
 from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
-from adaserve.bench.terminal import progress
 from adaserve.config import AdaServeConfig
 from adaserve.errors import UserError
 from adaserve.files import write_json

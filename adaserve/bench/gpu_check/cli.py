@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from adaserve.bench.display import table
 from adaserve.bench.options import counts, floats, listed, results_folder
-from adaserve.bench.terminal import table
 from adaserve.commands import COULD_NOT, NO, fail, new_folder
 from adaserve.commands import flags as split
 from adaserve.terminal import say

@@ -25,9 +25,9 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn import functional as fn
 
+from adaserve.bench.display import progress, table
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, Texts
-from adaserve.bench.terminal import progress, table
 from adaserve.files import write_json
 from adaserve.learning import draft_reading
 from adaserve.learning.draft import DraftCopy

@@ -17,9 +17,9 @@ import numpy as np
 from rich.console import Console
 
 from adaserve.bench.client import Ask, Reply, send_in_order
+from adaserve.bench.display import progress, table
 from adaserve.bench.learn.texts import Texts
 from adaserve.bench.servers import running
-from adaserve.bench.terminal import progress, table
 from adaserve.files import write_json
 from adaserve.loadgen.figures import color, legend, panels, save
 from adaserve.loadgen.results import provenance

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from adaserve.bench.display import progress
 from adaserve.bench.options import counts, floats, listed, seed_list
 from adaserve.bench.simulate.options import (
     OUTPUT,
@@ -33,7 +34,6 @@ from adaserve.bench.simulate.options import (
     SloConfig,
     TensorParallel,
 )
-from adaserve.bench.terminal import progress
 from adaserve.commands import fail, new_folder
 
 app = typer.Typer(help="Simulate policies, loads and fleets without a GPU.", no_args_is_help=True)

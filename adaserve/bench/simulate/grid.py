@@ -13,10 +13,10 @@ import yaml
 from pydantic import create_model
 from rich.console import Console
 
+from adaserve.bench.display import progress
 from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.traces import DRAWN, rate_rps, read_workload
 from adaserve.bench.study import Case, Setting, markdown, plot_violations, run_grid
-from adaserve.bench.terminal import progress
 from adaserve.checked import Checked
 from adaserve.files import write_json
 from adaserve.loadgen.results import command_line

@@ -13,6 +13,7 @@ import httpx
 import psutil
 from rich.console import Console
 
+from adaserve.bench.display import progress
 from adaserve.bench.prompts import held_out
 from adaserve.bench.servers import running
 from adaserve.bench.soak.clients import Role
@@ -33,7 +34,6 @@ from adaserve.bench.soak.report import Record, record_of, write
 from adaserve.bench.soak.served import ENVIRONMENT, Control, references, soak_spec
 from adaserve.bench.soak.tally import Tally
 from adaserve.bench.soak.watch import Prober, memory
-from adaserve.bench.terminal import progress
 from adaserve.loadgen.results import provenance
 from adaserve.pair.vocabulary import VOCAB_SIZE
 from adaserve.server import ServerError, ServerProcess

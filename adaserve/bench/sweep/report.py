@@ -12,6 +12,7 @@ from rich.table import Table
 
 from adaserve.bench import markdown
 from adaserve.bench.busy import BUSY, SLOW
+from adaserve.bench.display import table
 from adaserve.bench.sweep.aggregate import Comparison, Key, Outcome, Results
 from adaserve.bench.sweep.claims import fill_readme
 from adaserve.bench.sweep.figures import draw_all
@@ -29,7 +30,6 @@ from adaserve.bench.sweep.systems import (
 )
 from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
 from adaserve.bench.sweep.tuning import chosen_text
-from adaserve.bench.terminal import table
 from adaserve.files import write_json
 from adaserve.slo.metrics import percent
 
