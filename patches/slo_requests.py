@@ -9,6 +9,7 @@ the two routes above it answer with the status themselves, and know the body's `
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -19,6 +20,10 @@ from adaserve.patches import hook
 from adaserve.patches.boundary import asks_for_health, native_response, refusal
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import FromHeaders, read_headers
+
+START_TEXT = "The capital city of France is"
+START_PARAMS = {"temperature": 0, "max_new_tokens": 8}
+"""What SGLang sends to its own server, when that starts: once for each rank."""
 
 
 def register() -> None:
@@ -90,6 +95,7 @@ def _attach(obj: Any, request: Any, nvext: Any = None) -> None:
     if isinstance(given, list) and len(given) > MAX_BATCH:
         return  # the boundary refuses it
     headers, priorities = _headers(request), set[int | None]()
+    is_first = _is_first(obj)
 
     def resolved(params: Any) -> Any:
         if params is not None and not isinstance(params, dict):
@@ -100,10 +106,17 @@ def _attach(obj: Any, request: Any, nvext: Any = None) -> None:
             return params  # the boundary says what is wrong with it
         slo = headers.resolve(custom, slo_classes(), nvext)
         priorities.add(slo.priority)
+        slo = replace(slo, counted=slo.stated or not is_first)
         return {**params, "custom_params": slo.in_params(custom)}
 
     obj.sampling_params = [resolved(p) for p in given] if isinstance(given, list) else resolved(given)
     _prioritize(obj, priorities)
+
+
+def _is_first(obj: Any) -> bool:
+    """Whether a request is that of SGLang's own with which a server starts."""
+    texts = obj.text if isinstance(obj.text, list) else [obj.text]
+    return obj.sampling_params == START_PARAMS and all(text == START_TEXT for text in texts)
 
 
 def _headers(request: Any) -> FromHeaders:

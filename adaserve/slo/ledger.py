@@ -128,17 +128,18 @@ class SLOLedger:
         """The report of a finished request; counted once.
 
         Not counted are requests that the client aborted, requests refused for their own contents, health
-        checks, and requests for no tokens: SGLang warms the cache with one for n > 1, and scores texts with
-        them. A request that the server gave up counts as failed."""
+        checks, the request with which SGLang starts, and requests for no tokens: SGLang warms the cache with
+        one for n > 1, and scores texts with them. A request that the server gave up counts as failed."""
         aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
         failed = aborted and int(req.finished_reason.status_code or 0) >= SERVER_FAULT
         sources = self._company[req].sources if req in self._company else {}
         predicted_s, by_load_s = self._predicted_s.pop(req, (None, None))
         request = self._finished(req, failed, predicted_s)
-        served = not req.rid.startswith(HEALTH_CHECK) and req.sampling_params.max_new_tokens != 0
+        asked = asked_of(req)
+        own = req.rid.startswith(HEALTH_CHECK) or not asked.counted  # SGLang's
+        served = not own and req.sampling_params.max_new_tokens != 0
         if served and (failed or not aborted):
             self.stats.finish(request)
-            asked = asked_of(req)
             if asked.speculation is None:  # others get less than their class does
                 self._learn_tpot(request, by_load_s, _last_s(req))
             if not failed and request.output_tokens:

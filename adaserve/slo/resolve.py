@@ -100,6 +100,7 @@ class RequestSLO:
     learn: bool = True  # whether a draft may learn from it
     stated: bool = False  # the request named a class or milliseconds; otherwise it got the default
     routed: bool = False  # it came through a router, as its headers tell
+    counted: bool = True  # in the statistics; nobody asked for the one with which SGLang starts
 
     def at(self, baseline_s: float | None) -> SLO:
         """The objectives in seconds. Raises SLOError when they need a baseline that is unknown."""

@@ -481,6 +481,18 @@ def test_a_server_with_several_workers_hears_of_a_death_by_a_signal() -> None:
     )
 
 
+def test_what_sglang_asks_its_own_server_when_it_starts() -> None:
+    """patches/slo_requests.py knows by that what nobody has asked for."""
+    from sglang.srt.entrypoints.http_server import _execute_server_warmup
+
+    from adaserve.patches.slo_requests import START_PARAMS, START_TEXT
+
+    source = " ".join(inspect.getsource(inspect.unwrap(_execute_server_warmup)).split())
+    assert f'json_data["text"] = [ "{START_TEXT}" ] * get_parallel().num_dp_ranks' in source
+    assert f"max_new_tokens = {START_PARAMS['max_new_tokens']} if" in source
+    assert '"sampling_params": { "temperature": 0, "max_new_tokens": max_new_tokens, }' in source
+
+
 def test_what_sglang_says_of_a_late_grammar() -> None:
     """patches/grammar_memory.py knows it by that, and counts the grammars that SGLang keeps by place."""
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend

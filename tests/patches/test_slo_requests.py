@@ -15,7 +15,7 @@ from adaserve.boundary.limits import MAX_BATCH
 from adaserve.config import ENV, AdaServeConfig, slo_classes
 from adaserve.patches import slo_requests
 from adaserve.patches.boundary import asks_for_health
-from adaserve.patches.slo_requests import _any_request, _native_request, _response
+from adaserve.patches.slo_requests import START_PARAMS, START_TEXT, _any_request, _native_request, _response
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import WIRE_KEY, RequestSLO
 
@@ -69,6 +69,26 @@ def test_headers_are_read_once_for_all_requests_of_a_batch(monkeypatch: pytest.M
         RequestSLO("custom", ttft_s=0.7, x_baseline=1.2, stated=True),
         RequestSLO("custom", tpot_s=0.05, ttft_s=0.7, stated=True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "is_counted"),
+    [
+        (START_TEXT, {}, False),
+        ([START_TEXT] * 2, {}, False),  # two ranks
+        (START_TEXT, {"max_new_tokens": 9}, True),
+        ([START_TEXT, "a"], {}, True),
+        ("a", {}, True),
+        (None, {}, True),
+    ],
+)
+def test_the_request_with_which_sglang_starts_is_not_counted(
+    text: Any, changes: dict[str, Any], is_counted: bool
+) -> None:
+    for headers, expected in (({}, is_counted), ({"x_slo_class": "coding"}, True)):
+        obj = GenerateReqInput(text=text, sampling_params={**START_PARAMS, **changes})
+        generate(obj, http(**headers))
+        assert told(obj.sampling_params).counted == expected
 
 
 def test_what_the_boundary_refuses_is_not_resolved() -> None:

@@ -142,6 +142,15 @@ def test_health_checks_are_not_traffic() -> None:
     assert counted(books)["requests"] == 0
 
 
+def test_the_request_with_which_sglang_starts_is_not_traffic() -> None:
+    """It would be a request of the default class, and a miss where the first forward is slow."""
+    books = ledger()
+    own = Req()
+    own.sampling_params.custom_params = RequestSLO("chat", tpot_s=0.001, counted=False).in_params(None)
+    books.close(own)
+    assert counted(books)["requests"] == 0
+
+
 def test_requests_for_no_tokens_are_not_traffic() -> None:
     """n = 4 with all four missed is 0 of 4, though SGLang warms the cache with a fifth; so are scores."""
     books = ledger()
