@@ -43,6 +43,8 @@ TARGET = Shape()
 DRAFT = replace(TARGET, layers=2, mlp=512)
 MEDUSA_DEPTH, MEDUSA_LAYERS = 4, 2
 HEAD_VOCABULARY, HEAD_MLP, HEAD_KV_HEADS = 2048, 256, 1
+LEAST_SIZE = 100_000
+"""Parameters. The pair that ships has more, and a smaller size leaves any pair as it is."""
 _UNITS = {"K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
 
 
@@ -86,13 +88,14 @@ def shape_of(config: dict[str, Any]) -> Shape:
 
 
 def parse_size(size: int | str) -> int:
-    """Parameters from a number or a text like 100M or 1.5B. Raises PairError."""
+    """Parameters from a number or a text like 100M or 1.5B. Raises PairError, also for "1.5", whose unit was
+    forgotten: the smallest pair would be served without a word."""
     text = str(size).strip().upper().replace("_", "")
     unit = text[-1:] if text[-1:] in _UNITS else ""
     try:
         parameters = int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
     except (ValueError, OverflowError):
         parameters = 0
-    if parameters < 1:
+    if parameters < LEAST_SIZE:
         raise PairError(f"{size!r} is not a model size: write a number of parameters, such as 100M or 1.5B")
     return parameters
