@@ -6,6 +6,7 @@ this program itself has a traceback and Python's exit code 1, so no command give
 
 from __future__ import annotations
 
+import errno
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,8 @@ def _in_one_line(error: Exception) -> str | None:
         return f"a server did not answer: {why_no_answer(error)}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.strerror}: make room for what this command writes or prints"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -280,6 +281,10 @@ GONE = httpx.ConnectError("[Errno 111] refused [/foo]\nmore", request=httpx.Requ
         (GONE, "error: a server did not answer: [Errno 111] refused [/foo]"),
         (httpx.ReadTimeout(""), "error: a server did not answer: ReadTimeout"),
         (PermissionError(13, "Permission denied", "/x/[y]"), "error: /x/[y]: Permission denied"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),  # which does not say what for
+            "error: No space left on device: make room for what this command writes or prints",
+        ),
     ],
 )
 def test_errors_of_users_and_servers_end_any_command_in_one_line(error: Exception, says: str) -> None:
