@@ -35,8 +35,8 @@ check: env ## Formatter, linter, type checker, import rules
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/python scripts/tree.py $(TREE)
-	@cd $(TREE) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p adaserve
-	@cd $(TREE) && $(abspath $(BIN))/lint-imports --no-cache --config $(CURDIR)/pyproject.toml
+	@cd $(TREE) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" -p adaserve
+	@cd $(TREE) && "$(CURDIR)/$(BIN)/lint-imports" --no-cache --config "$(CURDIR)/pyproject.toml"
 
 format: env ## Format, and repair what the linter can repair
 	@$(BIN)/ruff check --fix-only -q .

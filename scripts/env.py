@@ -353,7 +353,11 @@ def link_scripts(shared: Path) -> None:
         with open(script, "rb") as file:
             head = file.read(2)
         if head == b"#!":
-            target.write_bytes(script.read_bytes().replace(old, new, 2))
+            text = script.read_bytes().replace(old, new, 2)
+            first = b"#!" + new + b"\n"
+            if text.startswith(first):  # as pip does where that line would hold spaces, or be too long
+                text = b"#!/bin/sh\n'''exec' \"" + new + b'" "$0" "$@"\n\' \'\'\'\n' + text[len(first) :]
+            target.write_bytes(text)
             target.chmod(0o755)
         else:
             target.symlink_to(script)

@@ -34,3 +34,20 @@ def test_an_environment_in_use_is_not_removed(tmp_path: Path) -> None:
         assert old.exists()
     script["remove_unused"](new, 3600)
     assert not old.exists()
+
+
+def test_commands_run_in_a_clone_whose_path_has_spaces(tmp_path: Path) -> None:
+    """Linux reads a script's first line up to the first space."""
+    link_scripts = runpy.run_path(str(SCRIPT))["link_scripts"]
+    shared, venv = tmp_path / "shared", tmp_path / "a clone" / ".venv"
+    for folder in (shared, venv):
+        (folder / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    command = shared / "bin" / "command"
+    command.write_text(f"#!{shared}/bin/python\n# -*- coding: utf-8 -*-\nimport sys\nprint(sys.argv[1:])\n")
+    link_scripts.__globals__["VENV"] = venv
+    link_scripts(shared)
+    done = subprocess.run(
+        [venv / "bin" / "command", "one word", "2"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "['one word', '2']\n"), done.stderr
