@@ -171,6 +171,21 @@ def test_a_wrong_flag_is_answered_in_two_lines(capsys: pytest.CaptureFixture[str
     assert "--help" in usage and "--adaserve-polcy" in error
 
 
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("--adaserve-polcy=none", " (did you mean --adaserve-policy?)"),
+        ("--polcy", " (did you mean --adaserve-policy?)"),  # of `adaserve serve`
+        ("--nothing-like-it", ""),
+        ("policy", ""),
+    ],
+)
+def test_the_flag_that_was_meant_is_named(wrong: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(wrong)
+    assert capsys.readouterr().err.endswith(f"unrecognized arguments: {wrong}{meant}\n")
+
+
 def test_no_flag_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from adaserve.patches import flags
 
