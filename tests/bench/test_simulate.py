@@ -292,7 +292,7 @@ def test_a_trace_that_states_slos_gets_no_others(stated: dict[str, float], tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--policy best", "unknown policy"),
+        ("--policy best", "urgency-K, fcfs, stta, sep-pipe, clairvoyant, true-probabilities"),
         ("--policy priced:colour=red", "unknown setting 'colour': known are budget"),
         ("--policy priced:latency=3", "unknown setting 'latency'"),
         ("--policy priced:d_max=two", "d_max is 'two': it should be a valid integer"),

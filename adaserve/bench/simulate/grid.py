@@ -147,8 +147,12 @@ def _parts(spec: str) -> tuple[str, str, str]:
 def _with_policy(shared: SimulationConfig, spec: str) -> tuple[str, SimulationConfig]:
     """The label of ``spec``, and the simulation with its policy."""
     label, name, settings = _parts(spec)
-    if name not in (*ROW_ORDERS, *CLAIRVOYANT):
-        build_policy(name)
+    simulated = (*ROW_ORDERS, *CLAIRVOYANT)
+    if name not in simulated:
+        try:
+            build_policy(name)
+        except ValueError as error:  # which names those of servers
+            raise ValueError(f"{error}, {', '.join(simulated)}") from error
     config = _policy_config(settings, shared.replica.latency)
     # Unless a setting cuts it, a chain has its whole length: a shorter one would not be what it is called.
     if "d_max=" not in settings:
