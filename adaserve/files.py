@@ -15,14 +15,16 @@ def write_whole(path: Path, data: bytes) -> None:
     if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_bytes(data)
         return
-    part = path.with_name(path.name + ".part")
+    # Two that write the same file at the same time, perhaps from two containers, must not share this one.
+    part = path.with_name(f"{path.name}.{os.urandom(4).hex()}.part")
     try:
         part.write_bytes(data)
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # a full disk doesn't say whose fault it is
+        error.filename = str(path)  # a full disk doesn't say whose fault it is
         raise
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def json_lines(text: str) -> list[str]:

@@ -29,8 +29,27 @@ def test_a_write_that_breaks_off_leaves_the_earlier_file(
         with pytest.raises(KeyboardInterrupt):
             write_json(path, {"blocks": [1, 2, 3]})
     assert path.read_text(encoding="utf-8") == '{\n "blocks": [\n  "é"\n ]\n}\n'
+    assert list(tmp_path.iterdir()) == [path], "no part is left"
     write_json(path, [1])
-    assert json.loads(path.read_text()) == [1] and list(tmp_path.iterdir()) == [path], "no part is left"
+    assert json.loads(path.read_text()) == [1]
+
+
+def test_two_writers_of_one_file_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one writes while the first one has its part ready."""
+    path, replace = tmp_path / "result.json", os.replace
+    first, second = b"1" * 9, b"2" * 99
+
+    def late(part: Path, to: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        write_whole(path, second)
+        assert path.read_bytes() == second
+        replace(part, to)
+
+    monkeypatch.setattr(os, "replace", late)
+    write_whole(path, first)
+    assert path.read_bytes() == first and list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_no_file_of_its_own_is_written_to(tmp_path: Path) -> None:
