@@ -15,6 +15,7 @@ _LOADS = "sglang_loads_*.shm"
 """What SGLang's processes tell each other their load by; each server that is killed leaves one."""
 _ARGUMENTS = "multi_tokenizer_args_"
 """What a server of several HTTP processes tells them when they start: its flags, the keys among them."""
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
 _STARTED_S = 600.0
 """A server has started by then, so that all of its processes that need such a file have mapped it."""
 _ROUNDED_S = 2.0
@@ -67,9 +68,21 @@ def left_behind(shared: Iterable[Path], started_s: float) -> set[Path]:
 
 
 def remove_leftovers() -> None:
-    """Removes what servers that were killed have left in shared memory: files that nobody has mapped."""
+    """Removes what servers that were killed have left in shared memory: files that nobody has mapped.
+
+    Not in a container: it may have the host's shared memory, and cannot see who has mapped what is there."""
+    if not _sees_all_processes():
+        return
     there = {path for path in Path(_SHARED).glob(_LOADS) if _age_s(path) > _STARTED_S}
     remove(there.difference(*map(shared_memory, psutil.pids())) if there else there)
+
+
+def _sees_all_processes() -> bool:
+    """Whether this is the PID namespace that Linux starts with, whose number is fixed."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
 
 
 def _age_s(path: Path) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from adaserve import processes
 from adaserve.processes import left_behind, remove_leftovers
 
 HOLD = (
@@ -18,7 +19,7 @@ HOLD = (
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
-def test_shared_memory_that_nobody_has_any_more_is_removed() -> None:
+def test_shared_memory_that_nobody_has_any_more_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     old, held, new = (Path(f"/dev/shm/sglang_loads_test{os.getpid()}_{i}.shm") for i in range(3))
     other = Path(f"/dev/shm/adaserve-test-{os.getpid()}")
     for path in (old, held, new, other):
@@ -29,6 +30,11 @@ def test_shared_memory_that_nobody_has_any_more_is_removed() -> None:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline()
+        own = os.stat("/proc/self/ns/pid").st_ino
+        monkeypatch.setattr(processes, "_FIRST_PID_NAMESPACE", own + 1)
+        remove_leftovers()
+        assert old.exists(), "a process that can't be seen from this container may have mapped it"
+        monkeypatch.setattr(processes, "_FIRST_PID_NAMESPACE", own)
         remove_leftovers()
         assert not old.exists(), "every server that is killed leaves one"
         assert held.exists(), "a server runs with it"
