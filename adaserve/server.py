@@ -44,12 +44,12 @@ class ServerError(UserError, RuntimeError):
     """A server did not start, or died; the message says why and what to do."""
 
 
-def api_key(flags: Sequence[str]) -> str | None:
+def api_key(flags: Sequence[str], which: str = "--api-key") -> str | None:
     """The key that a server asks for which was started with these flags; the last one counts."""
     key = None
     for flag, value in zip(flags, (*flags[1:], ""), strict=False):
         name, separator, joined = flag.partition("=")
-        if name == "--api-key":
+        if name == which:
             key = joined if separator else value
     return key or None
 
@@ -60,9 +60,9 @@ def url_of(host: str, port: int, *, tls: bool = False) -> str:
     return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def bearer(flags: Sequence[str]) -> dict[str, str]:
+def bearer(flags: Sequence[str], which: str = "--api-key") -> dict[str, str]:
     """The header with which a server that was started with these flags lets a request in."""
-    key = api_key(flags)
+    key = api_key(flags, which)
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 

@@ -21,11 +21,13 @@ from adaserve.patches.served_worker import ServedWorker, worker_of
 
 MODES = (*PREFILLS, "default")
 DRAFTS = ("first", "held", "present")
+MOST_MS = 1e6
+"""As of --baseline-ms."""
 MOST_NUMBER = 1 << 53
 """Above it a number in JSON may be another one than was meant."""
 KNOWN = (
-    f"adaserve_policy=NAME, adaserve_prefill={'|'.join(MODES)}, adaserve_draft={'|'.join(DRAFTS)} and "
-    "adaserve_next_request"
+    f"adaserve_policy=NAME, adaserve_prefill={'|'.join(MODES)}, adaserve_draft={'|'.join(DRAFTS)}, "
+    "adaserve_baseline_ms and adaserve_next_request"
 )
 
 
@@ -66,7 +68,8 @@ def change_of(worker: ServedWorker, key: str, value: float) -> Callable[[], obje
     Where a draft learns, ``adaserve_draft=first`` serves the first one, ``=present`` the learned one, and
     ``=held`` that one without learning. ``adaserve_next_request`` is the number of the next request: as draws
     depend on it, the same requests in the same order get the same texts again.
-    ``adaserve_prefill=default`` goes by the policy.
+    ``adaserve_prefill=default`` goes by the policy. ``adaserve_baseline_ms`` fixes the baseline, as the flag
+    does.
     """
     setting, _, name = key.partition("=")
     if setting == "adaserve_policy":
@@ -80,6 +83,10 @@ def change_of(worker: ServedWorker, key: str, value: float) -> Callable[[], obje
         if worker.learner is None:
             raise ValueError("no draft learns here: start the server with --learn")
         return partial(worker.learner.serve, name)
+    if key == "adaserve_baseline_ms":
+        if not 0 < value < MOST_MS:
+            raise ValueError(f"{key} is {value}: it should be above 0 and below {MOST_MS:.0f}")
+        return partial(worker.fix_baseline, value / 1e3)
     if key == "adaserve_next_request":
         if not (0 <= value < MOST_NUMBER and value == int(value)):
             raise ValueError(f"{key} is {value}: it should be a whole number from 0 to {MOST_NUMBER - 1}")

@@ -132,6 +132,10 @@ class ServedWorker(Protocol):
         """None where no draft learns."""
         ...
 
+    def fix_baseline(self, baseline_s: float) -> None:
+        """SLOs that are multiples of the baseline follow this one, whatever is learned."""
+        ...
+
     def number_requests(self, number: int) -> None:
         """The next request to be prefilled has this number."""
         ...

@@ -61,6 +61,10 @@ class HostCosts:
             self._saved_s = now_s
             self._save()
 
+    def fix_baseline(self, baseline_s: float) -> None:
+        """The ledger's baseline is this one from now on, whatever is learned."""
+        self._follow, self._ledger.baseline_s = False, baseline_s
+
     def _save(self) -> None:
         if (learned := self._costs.learned()) is None:
             return

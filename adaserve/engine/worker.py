@@ -242,6 +242,10 @@ class AdaServeWorker(BaseSpecWorker):
         if rid in self._requests:
             self.loop.finished(rid, holds_row)
 
+    def fix_baseline(self, baseline_s: float) -> None:
+        """As the setting ``baseline_ms`` does, from now on."""
+        self._host_costs.fix_baseline(baseline_s)
+
     def number_requests(self, number: int) -> None:
         """The next request to be prefilled has this number, and the noise of the one that had it before.
 

@@ -66,7 +66,7 @@ def _introduce(fleet: Fleet) -> None:
     print(f"router    {fleet.url}", flush=True)
     for i, replica in enumerate(fleet.replicas):
         print(f"replica {i + 1} {replica.url}   (live page: {replica.url}/slo)", flush=True)
-    print(f"logs      {fleet.router.log.parent}", flush=True)
+    print(f"logs      {fleet.router.log.parent}", *fleet.notes, sep="\n", flush=True)
 
 
 def _serve(fleet: Fleet) -> None:

@@ -159,6 +159,7 @@ class Fleet:
         self._addresses += [(router.host, port) for port in router.ports]
         self._started_s = [0.0] * len(replicas)
         self._baseline_ms: float | None = None  # of the replica that was started first
+        self.notes: list[str] = []  # sentences for those who run it
 
     @classmethod
     def of(
@@ -212,7 +213,21 @@ class Fleet:
         replica.start(lambda s: say(f"starting {what} ({s:.0f} s)"))
         if self._baseline_ms is None:
             self._baseline_ms = _settled_baseline_ms(replica)
+            self._hold_baseline(replica, self._specs[i], self._baseline_ms)
         self._started_s[i] = time.monotonic()
+
+    def _hold_baseline(self, first: ServerProcess, spec: ReplicaSpec, baseline_ms: float) -> None:
+        """The others promise what the first one has measured. It would go on learning, so that soon a class
+        would be another SLO there. With API keys only, nobody may change a running server."""
+        if spec.promising(baseline_ms) is spec:
+            return
+        if api_key(spec.flags) and not api_key(spec.flags, "--admin-api-key"):
+            self.notes.append(
+                "with --api-key alone the baseline of replica 1 moves with what it learns: give "
+                "--admin-api-key or --baseline-ms as well, so that classes mean the same SLOs on all replicas"
+            )
+            return
+        _fix_baseline(first, spec, baseline_ms)
 
     def _await_ready(self, say: Callable[[str], None]) -> None:
         end_s = time.monotonic() + 120.0
@@ -264,6 +279,17 @@ class Fleet:
             list(pool.map(ServerProcess.stop, self.replicas))
 
 
+def _fix_baseline(replica: ServerProcess, spec: ReplicaSpec, baseline_ms: float) -> None:
+    """Raises ServerError."""
+    body = {"server_args": {"adaserve_baseline_ms": baseline_ms}}
+    key = bearer(spec.flags, "--admin-api-key")
+    try:
+        url = replica.url + "/set_internal_state"
+        httpx.post(url, json=body, timeout=300.0, headers=key).raise_for_status()
+    except httpx.HTTPError as error:
+        raise ServerError(f"the first replica does not keep its baseline ({error})") from error
+
+
 def _settled_baseline_ms(replica: ServerProcess) -> float:
     """Milliseconds per token of the idle replica, after some requests: they correct what it measured while it
     started, when the host may have been busy. Raises ServerError."""
@@ -275,6 +301,6 @@ def _settled_baseline_ms(replica: ServerProcess) -> float:
                 replica.url + "/generate", json=body, timeout=300.0, headers=replica.spec.headers
             )
             answer.raise_for_status()
-        return float(replica.report()["baseline_ms"])
+        return float(f"{replica.report()['baseline_ms']:.4g}")
     except httpx.HTTPError as error:
         raise ServerError(f"the first replica does not answer ({error}); see {replica.log}") from error

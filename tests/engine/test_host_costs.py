@@ -275,6 +275,15 @@ def test_a_fixed_baseline_stays() -> None:
     assert server.ledger.baseline_s == before and server.host.report()["baseline_fixed"]
 
 
+def test_a_baseline_that_is_fixed_while_it_serves_stays() -> None:
+    server = Server(slower(5.0))
+    server.serve(100)
+    server.host.fix_baseline(0.02)
+    server.serve(400)
+    assert server.ledger.baseline_s == 0.02 and server.host.report()["baseline_fixed"]
+    assert not [note for note in server.host.notes() if "the baseline is" in note]
+
+
 def test_a_busy_host_is_said_and_changes_neither_baseline_nor_file(caplog: pytest.LogCaptureFixture) -> None:
     server = Server(QUIET)
     server.serve(400)

@@ -38,6 +38,7 @@ class Server:
             policies=self.policies,
             prefill=self.pacer,
             number_requests=self.chosen.append,
+            fix_baseline=self.chosen.append,
         )
         scheduler: Any = SimpleNamespace(draft_worker=worker)
         controller = SchedulerInternalStateController(scheduler, False)
@@ -76,6 +77,8 @@ def test_policy_and_prefills_change() -> None:
         ("adaserve_prefill=fast", 1, "'adaserve_prefill=fast' is not .*slack|exclusive|default"),
         ("adaserve_draft=last", 1, re.escape("adaserve_draft=first|held|present")),
         ("adaserve_draft=first", 1, "start the server with --learn"),
+        ("adaserve_baseline_ms", 0, "is 0: it should be above 0 and below 1000000"),
+        ("adaserve_baseline_ms", math.nan, "is nan"),
         ("adaserve_next_request", 1.5, "is 1.5: it should be a whole number from 0"),
         ("adaserve_next_request", -1, "whole number"),
         ("adaserve_next_request", math.nan, "is nan: it should be a whole number"),
@@ -98,6 +101,11 @@ def test_the_first_draft_can_be_served_for_comparison_where_one_learns() -> None
 def test_requests_can_be_numbered_again() -> None:
     s = Server()
     assert s.change("adaserve_next_request", 40) and s.chosen == [40]
+
+
+def test_the_baseline_can_be_fixed() -> None:
+    s = Server()
+    assert s.change("adaserve_baseline_ms", 12.5) and s.chosen == [0.0125]
 
 
 def test_what_tensor_parallelism_needs_stays() -> None:

@@ -10,6 +10,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, ClassVar
 
 import httpx
 import psutil
@@ -141,6 +142,9 @@ def test_a_port_in_use_is_said_before_any_replica_starts(tmp_path: Path) -> None
 class Guarded(BaseHTTPRequestHandler):
     """Answers as a router, a replica and its `/health` do, to those who have the key."""
 
+    changes: ClassVar[list[tuple[str | None, Any]]] = []
+    """What was to be changed, and with which key."""
+
     def do_GET(self) -> None:
         allowed = self.path == "/health" or self.headers["Authorization"] == "Bearer K"
         state = [{"adaserve": {"baseline_ms": 12.5}}]
@@ -151,11 +155,37 @@ class Guarded(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/set_internal_state":
+            self.changes.append((self.headers["Authorization"], body["server_args"]))
+            self.headers.replace_header("Authorization", "Bearer K")
         self.do_GET()
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_first_replica_keeps_what_the_others_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it goes on learning, and a class is soon another SLO there than elsewhere."""
+    monkeypatch.setattr(ServerProcess, "start", lambda self, waiting: None)
+    keys, changes = ("--api-key", "K"), Guarded.changes
+    with ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def first(*flags: str) -> Fleet:
+            fleet = Fleet.of(1, (*keys, *flags), tmp_path, port=server.server_port - 1)
+            fleet._start(0, print)
+            return fleet
+
+        assert not first("--admin-api-key", "A").notes
+        assert changes == [("Bearer A", {"adaserve_baseline_ms": 12.5})]
+        assert not first("--baseline-ms", "20").notes, "the user's is fixed already"
+        assert "give --admin-api-key or --baseline-ms" in first().notes[0]
+        assert len(changes) == 1, "with an API key only nobody may change a server"
+        server.shutdown()
 
 
 @pytest.mark.usefixtures("installed")
