@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from adaserve.commands import flags, new_folder
-from adaserve.options import with_config
+from adaserve.options import TakesConfig
 
 if TYPE_CHECKING:
     from adaserve.fleet.local import Fleet
@@ -25,7 +25,7 @@ def _fleet() -> None:
     """So that `up` stays a command of its own while it is the only one."""
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=TakesConfig, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def up(
     context: typer.Context,
     *,
@@ -54,7 +54,7 @@ def up(
 
     of_router = flags(router_flags, "--router-flags")
     folder = Path(tempfile.mkdtemp(prefix="adaserve-fleet-")) if logs is None else logs
-    fleet = Fleet.of(replicas, tuple(with_config(context.args)), folder, router, of_router, host, port)
+    fleet = Fleet.of(replicas, tuple(context.args), folder, router, of_router, host, port)
     folder.mkdir(parents=True, exist_ok=True)
     with console.status("starting") as status:
         fleet.up(lambda text: status.update(escape(text)))

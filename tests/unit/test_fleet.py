@@ -210,7 +210,7 @@ def test_a_fleet_with_a_key_asks_with_it(flags: tuple[str, ...], tmp_path: Path)
 
 @pytest.mark.usefixtures("installed")
 def test_a_file_of_flags_holds_for_the_fleet_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A key that stands only there is the router's, too; the ports are the fleet's."""
+    """A key that stands only there is the router's, too, and so is the address: as before."""
     made: list[Fleet] = []
 
     def up(fleet: Fleet, say: object) -> None:
@@ -218,7 +218,7 @@ def test_a_file_of_flags_holds_for_the_fleet_as_well(monkeypatch: pytest.MonkeyP
         raise ServerError("far enough")
 
     monkeypatch.setattr(Fleet, "up", up)
-    (tmp_path / "flags.yaml").write_text("api-key: K\nport: 5\nadaserve-baseline-ms: 20\n")
+    (tmp_path / "flags.yaml").write_text("api-key: K\nhost: ::1\nport: 5\nadaserve-baseline-ms: 20\n")
     words = ["--config", str(tmp_path / "flags.yaml"), "--logs", str(tmp_path), "--port", "9000"]
     said = CliRunner().invoke(app, ["fleet", "up", *words])
     assert "far enough" in said.output
@@ -228,6 +228,9 @@ def test_a_file_of_flags_holds_for_the_fleet_as_well(monkeypatch: pytest.MonkeyP
     spec = fleet.replicas[0].spec
     assert isinstance(spec, ReplicaSpec) and spec.promising(18.0) == spec, "the file gives a baseline"
     assert spec.command()[-2:] == ["--port", "9001"]
+    assert fleet.url == "http://[::1]:9000", "the command line wins"
+    CliRunner().invoke(app, ["fleet", "up", *words[:-2]])
+    assert [made[1].url, made[1].replicas[0].url] == ["http://[::1]:5", "http://127.0.0.1:6"]
 
 
 class Sleeper(ReplicaSpec):
