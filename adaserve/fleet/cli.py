@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,10 +55,16 @@ def up(
 
     of_router = flags(router_flags, "--router-flags")
     folder = Path(tempfile.mkdtemp(prefix="adaserve-fleet-")) if logs is None else logs
-    fleet = Fleet.of(replicas, tuple(context.args), folder, router, of_router, host, port)
-    folder.mkdir(parents=True, exist_ok=True)
-    with console.status("starting") as status:
-        fleet.up(lambda text: status.update(escape(text)))
+    try:
+        fleet = Fleet.of(replicas, tuple(context.args), folder, router, of_router, host, port)
+        folder.mkdir(parents=True, exist_ok=True)
+        with console.status("starting") as status:
+            fleet.up(lambda text: status.update(escape(text)))
+    except BaseException:
+        if logs is None:
+            with suppress(OSError):  # that it isn't empty: its logs say why
+                folder.rmdir()
+        raise
     _introduce(fleet)
     _serve(fleet)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -231,6 +232,12 @@ def test_a_file_of_flags_holds_for_the_fleet_as_well(monkeypatch: pytest.MonkeyP
     assert fleet.url == "http://[::1]:9000", "the command line wins"
     CliRunner().invoke(app, ["fleet", "up", *words[:-2]])
     assert [made[1].url, made[1].replicas[0].url] == ["http://[::1]:5", "http://127.0.0.1:6"]
+
+
+def test_a_fleet_that_is_refused_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said = CliRunner().invoke(app, ["fleet", "up", "--router", "nginx"])
+    assert said.exit_code == 2 and not list(tmp_path.iterdir())
 
 
 class Sleeper(ReplicaSpec):
