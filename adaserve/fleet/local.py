@@ -151,7 +151,7 @@ class Fleet:
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // len(replicas))))
         self.replicas = [
             ServerProcess(spec, logs / f"replica-{i}.log", {"OMP_NUM_THREADS": threads})
-            for i, spec in enumerate(replicas)
+            for i, spec in enumerate(replicas, 1)
         ]
         self.router = ServerProcess(router, logs / "router.log")
         self._specs = list(replicas)
