@@ -270,9 +270,10 @@ class ServerProcess:
         require_free(self.spec.host, self.spec.port)
         command = self.spec.command()
         self._started_s = time.time()
-        with self.log.open("wb") as log:
-            log.write(f"$ {shlex.join(without_secrets(command))}\n".encode())
-            log.flush()
+        self.log.parent.mkdir(parents=True, exist_ok=True)  # a folder for temporary files is cleaned at times
+        with self.log.open("wb", buffering=0) as log:
+            with suppress(OSError):  # a full disk is no reason not to serve
+                log.write(f"$ {shlex.join(without_secrets(command))}\n".encode())
             self._process = subprocess.Popen(
                 command,
                 stdout=log,
@@ -293,7 +294,7 @@ class ServerProcess:
         while (waited_s := time.monotonic() - start_s) < limit_s:
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended while it started:\n{self.why()}\n(full log: {self.log})")
-            if _BIND_ERROR in self.log.read_text(errors="replace"):
+            if _BIND_ERROR in self._logged():
                 # SGLang stays up without its HTTP server.
                 raise ServerError(
                     f"port {self.spec.port} was taken while the server started: start it again, or choose "
@@ -311,7 +312,7 @@ class ServerProcess:
 
     def why(self) -> str:
         """The lines of the log that best explain what went wrong."""
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self._logged().splitlines()
         errors = [
             line
             for line in lines
@@ -320,6 +321,13 @@ class ServerProcess:
             or _REFUSED in line
         ]
         return "\n".join(errors[-3:] or lines[-15:])
+
+    def _logged(self) -> str:
+        """Nothing where somebody has removed the log."""
+        try:
+            return self.log.read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
 
     def give_up(self) -> None:
         """Stops a server that hangs; its log says where each of its threads was."""

@@ -48,8 +48,8 @@ def up(
 ) -> None:
     """Start replicas and a router in front of them, and watch over them until Ctrl-C.
 
-    Flags of `adaserve serve` are accepted too, `--config FILE` included, and passed to each replica. A
-    replica that dies is started again. Ctrl-C waits for requests in flight; a second Ctrl-C does not.
+    Flags of `adaserve serve` are accepted too, `--config FILE` included, and passed to each replica. What
+    dies is started again. Ctrl-C waits for requests in flight; a second Ctrl-C does not.
     """
     from adaserve.fleet.local import Fleet
 
@@ -77,7 +77,7 @@ def _introduce(fleet: Fleet) -> None:
 
 
 def _serve(fleet: Fleet) -> None:
-    """Until Ctrl-C or SIGTERM, or until a replica cannot be kept alive."""
+    """Until Ctrl-C or SIGTERM, or until a replica or the router cannot be kept alive."""
     from adaserve.fleet.local import GRACE_S
     from adaserve.server import ServerError
 

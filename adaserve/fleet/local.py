@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,7 +29,7 @@ GRACE_S = 120
 
 LAST_PORT = 65535
 LEAST_LIFE_S = 30.0
-"""A replica that dies sooner after its start is not started again."""
+"""What dies sooner after its start is not started again."""
 
 BASELINE_FLAGS = ("--baseline-ms", "--adaserve-baseline-ms")
 """Of `adaserve serve`, and the same setting among SGLang's flags."""
@@ -157,7 +158,7 @@ class Fleet:
         self._specs = list(replicas)
         self._addresses = [(spec.host, spec.port) for spec in replicas]
         self._addresses += [(router.host, port) for port in router.ports]
-        self._started_s = [0.0] * len(replicas)
+        self._started_s = [0.0] * (1 + len(replicas))  # of the router, and of the replicas
         self._baseline_ms: float | None = None  # of the replica that was started first
         self.notes: list[str] = []  # sentences for those who run it
 
@@ -199,11 +200,15 @@ class Fleet:
             # One after the other: each measures how fast it is, and they share the machine.
             for i in range(len(self.replicas)):
                 self._start(i, say)
-            self.router.start(lambda s: say(f"starting the router ({s:.0f} s)"))
+            self._start_router(say)
             self._await_ready(say)
         except BaseException:
             self.down(0.0)
             raise
+
+    def _start_router(self, say: Callable[[str], None]) -> None:
+        self.router.start(lambda s: say(f"starting the router ({s:.0f} s)"))
+        self._started_s[0] = time.monotonic()
 
     def _start(self, i: int, say: Callable[[str], None]) -> None:
         what = f"replica {i + 1} of {len(self.replicas)}"
@@ -214,7 +219,7 @@ class Fleet:
         if self._baseline_ms is None:
             self._baseline_ms = _settled_baseline_ms(replica)
             self._hold_baseline(replica, self._specs[i], self._baseline_ms)
-        self._started_s[i] = time.monotonic()
+        self._started_s[i + 1] = time.monotonic()
 
     def _hold_baseline(self, first: ServerProcess, spec: ReplicaSpec, baseline_ms: float) -> None:
         """The others promise what the first one has measured. It would go on learning, so that soon a class
@@ -249,34 +254,43 @@ class Fleet:
         return sum(bool(worker["is_healthy"]) for worker in workers)
 
     def watch(self, say: Callable[[str], None]) -> None:
-        """Starts replicas again that die, for ever. Raises ServerError when that makes no sense."""
+        """Starts again what dies, for ever. Raises ServerError when that makes no sense."""
         while True:
             self.repair(say)
             time.sleep(_POLL_S)
 
     def repair(self, say: Callable[[str], None]) -> None:
-        """Starts each replica that is dead; the router finds it by itself. Raises ServerError."""
-        if not self.router.alive:
-            raise ServerError(f"the router ended:\n{self.router.why()}\n(full log: {self.router.log})")
-        for i, replica in enumerate(self.replicas):
-            if replica.alive:
+        """Starts again what is dead: the router first, without which nobody is served. It finds replicas by
+        itself. Raises ServerError."""
+        starts = [self._start_router, *(partial(self._start, i) for i in range(len(self.replicas)))]
+        for i, (process, start) in enumerate(zip((self.router, *self.replicas), starts, strict=True)):
+            if process.alive:
                 continue
+            what = f"replica {i}" if i else "the router"
             if time.monotonic() - self._started_s[i] < LEAST_LIFE_S:
-                raise ServerError(f"replica {i + 1} ended soon after its start:\n{replica.why()}")
-            say(f"replica {i + 1} ended; starting it again. Why it ended: {self._keep_log(replica)}")
-            replica.stop()
-            self._start(i, say)
-
-    @staticmethod
-    def _keep_log(replica: ServerProcess) -> Path:
-        """Where the log of a dead replica is from now on."""
-        return replica.log.replace(replica.log.with_suffix(".ended.log"))
+                raise ServerError(
+                    f"{what} ended soon after its start:\n{process.why()}\n(full log: {process.log})"
+                )
+            say(f"{what} ended; starting it again. {_kept(process.log)}")
+            process.stop()
+            start(lambda _: None)
+            say(f"{what} answers again")
 
     def down(self, grace_s: float = GRACE_S) -> None:
         """The router takes no more requests and waits for those in flight; then the replicas are stopped."""
         self.router.stop(grace_s)
         with ThreadPoolExecutor(len(self.replicas)) as pool:
             list(pool.map(ServerProcess.stop, self.replicas))
+
+
+def _kept(log: Path) -> str:
+    """Says where the log of a dead process is from now on. Somebody may have removed it."""
+    kept = log.with_suffix(".ended.log")
+    try:
+        log.replace(kept)
+    except OSError as error:
+        return f"Its log {log} can't be kept: {error.strerror}"
+    return f"Why it ended: {kept}"
 
 
 def _fix_baseline(replica: ServerProcess, spec: ReplicaSpec, baseline_ms: float) -> None:

@@ -240,6 +240,65 @@ def test_a_fleet_that_is_refused_leaves_no_folder(monkeypatch: pytest.MonkeyPatc
     assert said.exit_code == 2 and not list(tmp_path.iterdir())
 
 
+class Script(ReplicaSpec):
+    """Runs its one flag, which is Python, in place of a server."""
+
+    __slots__ = ()
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", self.flags[0]]
+
+    def promising(self, baseline_ms: float) -> ReplicaSpec:
+        return self
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for answers of what was started."""
+    monkeypatch.setattr(ServerProcess, "_await_health", lambda self, waiting, limit_s: None)
+    monkeypatch.setattr(local, "_settled_baseline_ms", lambda replica: 10.0)
+
+
+@pytest.mark.usefixtures("installed", "at_once")
+def test_what_dies_is_started_again_wherever_its_log_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Programs that clean folders for temporary files remove logs."""
+    logs, idle = tmp_path / "logs", ("import time; time.sleep(600)",)
+    fleet = Fleet([Script(free_port(), idle)], RouterSpec(()), logs)
+    fleet.router.spec = Script(free_port(), idle)
+    said: list[str] = []
+    try:
+        fleet._start_router(print)
+        fleet._start(0, print)
+        fleet.repair(said.append)
+        assert not said, "all is well"
+        for process in (fleet.router, fleet.replicas[0]):
+            psutil.Process(process.pid).kill()
+            psutil.wait_procs([psutil.Process(process.pid)])
+            with pytest.raises(ServerError, match="ended soon after its start"):
+                fleet.repair(said.append)
+        monkeypatch.setattr(local, "LEAST_LIFE_S", 0.0)
+        (logs / "router.log").unlink()
+        fleet.repair(said.append)
+        assert fleet.router.alive and fleet.replicas[0].alive
+    finally:
+        fleet.down(0.0)
+    assert said[0].startswith("the router ended; starting it again. Its log ")
+    assert said[1:] == [
+        "the router answers again",
+        f"replica 1 ended; starting it again. Why it ended: {logs / 'replica-1.ended.log'}",
+        "replica 1 answers again",
+    ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.usefixtures("at_once")
+def test_a_full_disk_is_no_reason_not_to_start() -> None:
+    with ServerProcess(Script(free_port(), ("import time; time.sleep(600)",)), Path("/dev/full")) as server:
+        assert server.alive
+
+
 class Sleeper(ReplicaSpec):
     """Leaves a child behind when its first process is killed."""
 
