@@ -271,7 +271,8 @@ class ServerProcess:
         command = self.spec.command()
         self._started_s = time.time()
         self.log.parent.mkdir(parents=True, exist_ok=True)  # a folder for temporary files is cleaned at times
-        with self.log.open("wb", buffering=0) as log:
+        self.log.open("wb").close()
+        with self.log.open("ab", buffering=0) as log:  # appends, so that somebody may cut off what is there
             with suppress(OSError):  # a full disk is no reason not to serve
                 log.write(f"$ {shlex.join(without_secrets(command))}\n".encode())
             self._process = subprocess.Popen(

@@ -7,10 +7,12 @@ with requests is its business.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -30,6 +32,9 @@ GRACE_S = 120
 LAST_PORT = 65535
 LEAST_LIFE_S = 30.0
 """What dies sooner after its start is not started again."""
+
+MOST_LOG_BYTES = 64 << 20
+"""Of a log that is written. The health checks of the router alone bring some 10 MB a day."""
 
 BASELINE_FLAGS = ("--baseline-ms", "--adaserve-baseline-ms")
 """Of `adaserve serve`, and the same setting among SGLang's flags."""
@@ -261,10 +266,12 @@ class Fleet:
 
     def repair(self, say: Callable[[str], None]) -> None:
         """Starts again what is dead: the router first, without which nobody is served. It finds replicas by
-        itself. Raises ServerError."""
-        starts = [self._start_router, *(partial(self._start, i) for i in range(len(self.replicas)))]
+        itself. Keeps logs from filling the disk. Raises ServerError."""
+        starts: list[Callable[[Callable[[str], None]], None]] = [self._start_router]
+        starts += [partial(self._start, i) for i in range(len(self.replicas))]
         for i, (process, start) in enumerate(zip((self.router, *self.replicas), starts, strict=True)):
             if process.alive:
+                _limit(process.log)
                 continue
             what = f"replica {i}" if i else "the router"
             if time.monotonic() - self._started_s[i] < LEAST_LIFE_S:
@@ -291,6 +298,15 @@ def _kept(log: Path) -> str:
     except OSError as error:
         return f"Its log {log} can't be kept: {error.strerror}"
     return f"Why it ended: {kept}"
+
+
+def _limit(log: Path) -> None:
+    """Of a large log what is there becomes the earlier one, in place of the one before, and it begins anew:
+    who writes it appends, so goes on at its new end."""
+    with suppress(OSError):  # it was removed, or the disk is full
+        if log.stat().st_size > MOST_LOG_BYTES:
+            shutil.copyfile(log, log.with_suffix(".earlier.log"))
+            os.truncate(log, 0)
 
 
 def _fix_baseline(replica: ServerProcess, spec: ReplicaSpec, baseline_ms: float) -> None:

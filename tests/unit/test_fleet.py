@@ -299,6 +299,36 @@ def test_a_full_disk_is_no_reason_not_to_start() -> None:
         assert server.alive
 
 
+@pytest.mark.usefixtures("at_once")
+def test_a_log_that_has_grown_begins_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(local, "MOST_LOG_BYTES", 1000)
+    log, go_on = tmp_path / "replica.log", tmp_path / "go-on"
+    loud = f"""
+import os, time
+print("a" * 2000, flush=True)
+while not os.path.exists({str(go_on)!r}):
+    time.sleep(0.01)
+print("b", flush=True)
+time.sleep(600)
+"""
+
+    def until(size: int) -> None:
+        end_s = time.monotonic() + 60
+        while log.stat().st_size < size:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+    with ServerProcess(Script(free_port(), (loud,)), log):
+        until(2000)
+        local._limit(log)
+        assert log.stat().st_size == 0
+        assert "a" * 2000 in log.with_suffix(".earlier.log").read_text()
+        go_on.touch()
+        until(2)
+        local._limit(log)
+        assert log.read_text() == "b\n", "what follows is written from the beginning on"
+
+
 class Sleeper(ReplicaSpec):
     """Leaves a child behind when its first process is killed."""
 
