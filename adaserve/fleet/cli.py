@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from adaserve.commands import flags, new_folder
 from adaserve.options import TakesConfig
+from adaserve.terminal import progress
 
 if TYPE_CHECKING:
     from adaserve.fleet.local import Fleet
@@ -58,8 +58,8 @@ def up(
     try:
         fleet = Fleet.of(replicas, tuple(context.args), folder, router, of_router, host, port)
         folder.mkdir(parents=True, exist_ok=True)
-        with console.status("starting") as status:
-            fleet.up(lambda text: status.update(escape(text)))
+        with progress(console, "starting") as show:
+            fleet.up(show)
     except BaseException:
         if logs is None:
             with suppress(OSError):  # that it isn't empty: its logs say why

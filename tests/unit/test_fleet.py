@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -232,6 +233,20 @@ def test_a_file_of_flags_holds_for_the_fleet_as_well(monkeypatch: pytest.MonkeyP
     assert fleet.url == "http://[::1]:9000", "the command line wins"
     CliRunner().invoke(app, ["fleet", "up", *words[:-2]])
     assert [made[1].url, made[1].replicas[0].url] == ["http://[::1]:5", "http://127.0.0.1:6"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_log_says_what_a_fleet_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Under a service manager it would say nothing for minutes; a line for each second would be too much."""
+
+    def up(fleet: Fleet, say: Callable[[str], None]) -> None:
+        for text in ("starting replica 1 of 2 (0 s)", "starting replica 1 of 2 (1 s)", "starting the router"):
+            say(text)
+        raise ServerError("far enough")
+
+    monkeypatch.setattr(Fleet, "up", up)
+    said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path)])
+    assert said.stderr.splitlines() == ["starting replica 1 of 2", "starting the router", "error: far enough"]
 
 
 def test_a_fleet_that_is_refused_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
