@@ -42,6 +42,20 @@ class SLOError(UserError, ValueError):
     """A bad objective; the text says which value was bad and what is accepted."""
 
 
+class _Strict(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML takes the last without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} stands twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 @dataclass(frozen=True, slots=True)
 class SLO:
     """Objectives of one request, in seconds; inf = none."""
@@ -183,7 +197,7 @@ class SLOConfig(Checked):
             limits: {own_ms: true, least_tpot_ms: 20, least_ttft_ms: 200, tenant_share: 0.5}
         """
         try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            data = yaml.load(Path(path).read_text(encoding="utf-8"), _Strict)
         except (OSError, UnicodeDecodeError) as e:
             raise SLOError(f"cannot read the SLO classes in {path}: {e}") from e
         except yaml.YAMLError as e:
