@@ -27,7 +27,15 @@ from adaserve.lifetime import PARENT_ENV, WHERE_SIGNAL
 from adaserve.pair.shape import parse_size
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.ports import why_not_free
-from adaserve.processes import family, left_behind, remove, shared_memory
+from adaserve.processes import (
+    family,
+    left_behind,
+    metrics_folders,
+    remove,
+    remove_folders,
+    shared_memory,
+    told_counters,
+)
 from adaserve.redaction import without_secrets
 
 START_TIMEOUT_S = 600.0
@@ -349,7 +357,8 @@ class ServerProcess:
         if process is None:
             return
         members = family(process.pid)
-        shared = {path for p in members for path in shared_memory(p.pid)} | shared_memory(process.pid)
+        pids = [process.pid, *(p.pid for p in members)]
+        shared, folders = set().union(*map(shared_memory, pids)), set().union(*map(metrics_folders, pids))
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         psutil.wait_procs(members, timeout=patience_s)
@@ -360,6 +369,7 @@ class ServerProcess:
         psutil.wait_procs(alive, timeout=5.0)
         process.wait()
         remove(left_behind(shared, self._started_s))
+        remove_folders(folders - {told_counters(self._env)})
         self._process = None
 
     @property

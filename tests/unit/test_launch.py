@@ -65,6 +65,25 @@ def test_a_server_that_ends_leaves_no_shared_memory(tmp_path: Path) -> None:
         shared.unlink(missing_ok=True)
 
 
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="this system does not say who has what mapped"
+)
+@pytest.mark.parametrize(("folder", "stays"), [("tmpab_12cd4", False), ("metrics", True)])
+def test_a_server_that_ends_leaves_no_counters(folder: str, stays: bool, tmp_path: Path) -> None:
+    """SGLang's own folder for them goes, and one that users have named stays."""
+    (tmp_path / "starting.py").write_text(ENDING)
+    counters = tmp_path / folder / "counter_1.db"
+    counters.parent.mkdir()
+    counters.write_bytes(bytes(9))
+    command = [sys.executable, "-m", "adaserve.launch", "starting", str(counters)]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    told = {**env, "PROMETHEUS_MULTIPROC_DIR": str(counters.parent)}
+    assert subprocess.run(command, cwd=tmp_path, env=told, timeout=60, check=False).returncode == 0
+    assert counters.exists(), "others may use it"
+    assert subprocess.run(command, cwd=tmp_path, env=env, timeout=60, check=False).returncode == 0
+    assert counters.parent.exists() == stays
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_a_model_in_shared_memory_outlives_the_server(tmp_path: Path) -> None:
     """People keep models there, since they load fast; whoever reads one has its file mapped."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,24 @@ def test_shared_memory_is_not_left_behind(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         ServerProcess(Sharing(str(path), "draft", port=free_port()), log).start(interrupt)
     assert not path.exists() and not named[0].exists()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_counters_are_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each server that is stopped so would leave 300 kB among the temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    counters, log = tmp_path / "tmpab_12cd4" / "counter_1.db", tmp_path / "server.log"
+    counters.parent.mkdir()
+    counters.touch()
+
+    def interrupt(_: float) -> None:
+        if "shared " in log.read_text():
+            raise KeyboardInterrupt
+
+    for told in ({"PROMETHEUS_MULTIPROC_DIR": str(counters.parent)}, {}):
+        with pytest.raises(KeyboardInterrupt):
+            ServerProcess(Sharing(str(counters), "draft", port=free_port()), log, told).start(interrupt)
+        assert counters.parent.exists() == bool(told), "one that it was told of others may use as well"
 
 
 class Ending(ServerSpec):
