@@ -135,7 +135,7 @@ class _Starter:
         self._master().on_records(msg.data["lines"])
 
     def _on_done(self, msg: Any, **_kwargs: Any) -> None:
-        self._master().on_done(msg.node_id, msg.data["read_lag"])
+        self._master().on_done(msg.node_id, **msg.data)
 
 
 class _Worker:

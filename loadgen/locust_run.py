@@ -47,6 +47,7 @@ _WORKER_WAIT_S = 60.0
 # Ending thousands of open streams takes its time; each of them becomes a record.
 _STOP_WORKER_S = 40.0
 _STOP_MASTER_S = 50.0
+_LOST = "a worker was lost: its requests are missing"
 
 
 class LocalRun:
@@ -253,7 +254,7 @@ class MasterRun(LocalRun):
         while not self._all_done.wait(1.0):
             alive = self._alive()
             for client in self._waiting.keys() - alive:
-                self.reasons.append("a worker was lost: its requests are missing")
+                self.reasons.append(_LOST)
                 del self._waiting[client]
             if not self._waiting:
                 return
@@ -273,7 +274,10 @@ class MasterRun(LocalRun):
         for line in lines:
             self._keep(RequestRecord.from_mapping(json.loads(line)), line)
 
-    def on_done(self, client: str, read_lag: list[tuple[int, int]]) -> None:
+    def on_done(self, client: str, read_lag: list[tuple[int, int]], stopped: bool) -> None:
+        """``stopped``: it has not sent all of its part. Where nobody here has said so, its own user did."""
+        if stopped and not self.reasons:
+            self.reasons.append(_LOST)
         self._read_lag.merge(read_lag)
         self._waiting.pop(client, None)
         if not self._waiting:
@@ -292,7 +296,7 @@ class WorkerRun:
         self._requests: list[PlannedRequest] = []
         self._lines: list[str] = []
         self._dispatcher: Dispatcher | None = None
-        self._runs, self._done = False, Event()
+        self._runs, self._stopped, self._done = False, False, Event()
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Takes requests, and tells the master when these are all."""
@@ -313,11 +317,12 @@ class WorkerRun:
             flusher.kill()
             self._flush()
             lag = list(self._dispatcher.read_lag.counts.items())
-            self.runner.send_message("adaserve_done", {"read_lag": lag})
+            self.runner.send_message("adaserve_done", {"read_lag": lag, "stopped": self._stopped})
             self._done.set()
 
     def stop(self) -> None:
         if self._dispatcher is not None and not self._done.is_set():
+            self._stopped = True
             self._dispatcher.stop()
             if self._runs:  # else it ends as soon as it begins, if it does
                 self._done.wait(_STOP_WORKER_S)
