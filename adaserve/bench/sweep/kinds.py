@@ -1,6 +1,7 @@
 """Traffic that differs from the paper's in kind: conversations, text that repeats itself, long prompts.
 
-Each kind changes the requests of a point after classes, lengths and times were dealt (``build_rows``).
+Each kind changes the requests of a point after classes, lengths and times were dealt (``build_rows``). They
+are played in blocks of ``block_s`` seconds, each on a server that knows nothing of the others.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ so that sweeps can be compared."""
 Rows = Sequence[TraceRow]
 
 
-def sessions(rows: Rows, rng: np.random.Generator) -> list[TraceRow]:
-    """Requests of a class, three in a row, become turns of one conversation; each carries those before it.
+def sessions(rows: Rows, rng: np.random.Generator, block_s: float) -> list[TraceRow]:
+    """Requests of a class, three in a row, become turns of one conversation; each carries those before it. A
+    conversation ends with its block.
 
     ``prompt_tokens`` of a later turn count the whole conversation so far, as its TTFT SLO does."""
-    open_turns: dict[str, tuple[str, int, int]] = {}  # class -> session, turns, tokens
+    open_turns: dict[tuple[str, int], tuple[str, int, int]] = {}  # class and block -> session, turns, tokens
     done = []
     for i, row in enumerate(rows):
-        name, turns, tokens = open_turns.get(row.slo_class or "", ("", TURNS, 0))
+        place = row.slo_class or "", int(row.arrival_s // block_s)
+        name, turns, tokens = open_turns.get(place, ("", TURNS, 0))
         whole = tokens + row.prompt_tokens
         if turns == TURNS or whole + row.output_tokens > MOST_CONTEXT:
             name, turns, whole = f"conversation-{i}", 0, row.prompt_tokens
-        open_turns[row.slo_class or ""] = (name, turns + 1, whole + row.output_tokens)
+        open_turns[place] = (name, turns + 1, whole + row.output_tokens)
         done.append(replace(row, session_id=name, prompt_tokens=whole))
     return done
 
 
-def repetition(rows: Rows, rng: np.random.Generator) -> list[TraceRow]:
+def repetition(rows: Rows, rng: np.random.Generator, block_s: float) -> list[TraceRow]:
     """Prompts whose answers repeat them: edits of a file, quoting turns, filled templates."""
     per_token = sum(len(r.text or "") for r in rows) / max(1, sum(r.prompt_tokens for r in rows))
     seed = int(rng.integers(1 << 31))
@@ -53,7 +56,7 @@ def repetition(rows: Rows, rng: np.random.Generator) -> list[TraceRow]:
     return done
 
 
-def long_prompts(rows: Rows, rng: np.random.Generator) -> list[TraceRow]:
+def long_prompts(rows: Rows, rng: np.random.Generator, block_s: float) -> list[TraceRow]:
     """Prompts of hundreds of tokens: texts of the same class in a row, the request's own last."""
     low, high = np.log(LONG_TOKENS)
     done = []
@@ -69,7 +72,7 @@ def long_prompts(rows: Rows, rng: np.random.Generator) -> list[TraceRow]:
     return done
 
 
-KINDS: Mapping[str, Callable[[Rows, np.random.Generator], list[TraceRow]]] = {
+KINDS: Mapping[str, Callable[[Rows, np.random.Generator, float], list[TraceRow]]] = {
     "sessions": sessions,
     "repetition": repetition,
     "long": long_prompts,

@@ -65,9 +65,10 @@ class Requests:
 
     def _rows(self, point: Point, seed: int) -> tuple[TraceRow, ...]:
         """Requests of all blocks of a seed, with both SLOs."""
-        seconds = self.plan.seconds * self.plan.blocks_of(point)
+        blocks = self.plan.blocks_of(point)
+        seconds = self.plan.seconds * blocks
         rate_rps = point.load * self.head["capacity_rps"] / self._work_of(point)
-        rows = self._mix(point, rate_rps, seconds, seed)
+        rows = self._mix(point, rate_rps, seconds, seed, blocks)
         return with_slos(self._workload(point), rows, point, self.head["baseline_ms"], self.prefill)
 
     def _work_of(self, point: Point) -> float:
@@ -87,9 +88,11 @@ class Requests:
     def _workload(self, point: Point) -> Workload:
         return load_workload(self.plan, point) if point.kind else self.workload
 
-    def _mix(self, point: Point, rate_rps: float, seconds: float, seed: int) -> tuple[TraceRow, ...]:
+    def _mix(
+        self, point: Point, rate_rps: float, seconds: float, seed: int, blocks: int = 1
+    ) -> tuple[TraceRow, ...]:
         return build_rows(
-            self._workload(point), self.pool, point, rate_rps, seconds, seed, self.head["urgent"]
+            self._workload(point), self.pool, point, rate_rps, seconds, seed, self.head["urgent"], blocks
         )
 
     def traffic(self, case: Case) -> Traffic:

@@ -97,9 +97,17 @@ class Pool(Protocol):
 
 
 def build_rows(
-    workload: Workload, pool: Pool, point: Point, rate_rps: float, seconds: float, seed: int, urgent: str
+    workload: Workload,
+    pool: Pool,
+    point: Point,
+    rate_rps: float,
+    seconds: float,
+    seed: int,
+    urgent: str,
+    blocks: int = 1,
 ) -> tuple[TraceRow, ...]:
-    """The requests of a point: round(rate * seconds) of them, sorted by time. Raises SweepError."""
+    """The requests of a point: round(rate * seconds) of them, sorted by time. They are played in ``blocks`` of
+    the same length. Raises SweepError."""
     n = round(rate_rps * seconds)
     if n < 1:
         raise SweepError(
@@ -122,7 +130,7 @@ def build_rows(
         text, tokens = pool.pick(row.slo_class or "", row.prompt_tokens, rng)
         done.append(replace(row, arrival_s=round(at, 6), text=text, prompt_tokens=tokens))
     if point.kind is not None and point.kind in KINDS:
-        done = KINDS[point.kind](done, np.random.default_rng([seed, _KINDS]))
+        done = KINDS[point.kind](done, np.random.default_rng([seed, _KINDS]), seconds / blocks)
     return tuple(done)
 
 

@@ -222,6 +222,23 @@ def test_conversations_grow_turn_by_turn_and_stay_within_the_context() -> None:
         assert turns[-1].prompt_tokens + turns[-1].output_tokens <= MOST_CONTEXT
 
 
+def test_a_conversation_ends_with_its_block() -> None:
+    """The next block is played on a server that has not seen it: its turn would come without what was said,
+    and with the TTFT SLO of all of it."""
+    point, blocks = Point(0.5, kind="sessions"), 5
+    found = build_rows(Workload(), POOL, point, 4.0, 50.0, 0, "coding", blocks)
+    own = rows(Workload())
+    assert [r.text for r in found] == [r.text for r in own]
+    alone = {r.text: r.prompt_tokens for r in own}
+    for k in range(blocks):
+        begun: set[str | None] = set()
+        for row in block_of(found, k, 50.0 / blocks):
+            if row.session_id not in begun:
+                assert row.prompt_tokens == alone[row.text]
+            begun.add(row.session_id)
+        assert len(begun) > 10
+
+
 def test_long_prompts_are_long_and_end_with_the_requests_own_text() -> None:
     plain, found = rows(Workload()), rows(Workload(), Point(0.5, kind="long"))
     tokens = [r.prompt_tokens for r in found]
