@@ -221,19 +221,18 @@ def _timeline(results: Results, point: Point, policy: str, ax: Any, arrivals: bo
     records = [
         (c["block"] * plan.seconds + r.scheduled_s, r) for c in cases for r in results.store.records(c["id"])
     ]
-    seconds, seeds = plan.seconds * plan.blocks_of(point), len({c["seed"] for c in cases})
     parts = max(6, min(20, len(records) // 8))
-    edges = np.linspace(0, seconds, parts + 1)
+    edges = np.linspace(0, plan.seconds * plan.blocks_of(point), parts + 1)
+    # Of each part as many seconds as were played of it, by all seeds: a sweep may lack blocks.
+    starts = [c["block"] * plan.seconds for c in cases]
+    played_s = sum(np.diff(np.clip(edges, at_s, at_s + plan.seconds)) for at_s in starts)
     middle = (edges[1:] + edges[:-1]) / 2
     for k, name in enumerate(sorted({r.slo_class for _, r in records})):
         at = np.array([at_s for at_s, r in records if r.slo_class == name])
         met = np.array([r.attained for _, r in records if r.slo_class == name], float)
         count = np.histogram(at, edges)[0]
-        if arrivals:
-            y = count / (seconds / parts) / seeds
-        else:
-            with np.errstate(invalid="ignore", divide="ignore"):
-                y = np.histogram(at, edges, weights=met)[0] / count
+        with np.errstate(invalid="ignore", divide="ignore"):
+            y = count / played_s if arrivals else np.histogram(at, edges, weights=met)[0] / count
         ax.plot(middle, y, label=name, color=color(k), marker="." if not arrivals else None)
     ax.set_xlabel("time (s)")
 

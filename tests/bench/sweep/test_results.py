@@ -442,6 +442,19 @@ def test_a_sweep_that_ends_in_the_middle_of_a_point_can_be_drawn(
     assert f"{len(there)} of " in (store.folder / "README.md").read_text()
 
 
+def test_arrivals_are_drawn_as_they_came_where_blocks_are_missing(tmp_path: Path) -> None:
+    """Of one seed a third is missing there: no fewer requests a second came at that time."""
+    plan = replace(PLAN, axes=("peaks",), side_policies=("priced",), blocks=1)
+    store = finished_sweep(tmp_path / "s", plan, tpot_ms)
+    every = list(store.finished().values())
+    there = [c for c in every if (c["seed"], c["block"]) != (1, 1)]
+    assert len(there) == len(every) - 1
+    (store.folder / "cases.jsonl").write_text("".join(json.dumps(line) + "\n" for line in there))
+    arrivals = figures._peaks(Results(store)).axes[0]
+    rate_rps = sum(np.asarray(line.get_ydata()) for line in arrivals.lines)
+    assert rate_rps == pytest.approx(np.full(20, 60 / plan.seconds), rel=0.1)
+
+
 def test_the_table_of_claims_is_put_between_its_marks(store, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "README.md"
     path.write_text(f"# before\n{BEGIN}\nstale\n{END}\nafter\n")
