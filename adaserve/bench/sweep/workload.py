@@ -106,8 +106,8 @@ def build_rows(
     urgent: str,
     blocks: int = 1,
 ) -> tuple[TraceRow, ...]:
-    """The requests of a point: round(rate * seconds) of them, sorted by time. They are played in ``blocks`` of
-    the same length. Raises SweepError."""
+    """The requests of a point: round(rate * seconds) of them, sorted by time, played in ``blocks`` of equal
+    length. Raises SweepError."""
     n = round(rate_rps * seconds)
     if n < 1:
         raise SweepError(
