@@ -64,6 +64,7 @@ class _Starter:
         events = self.environment.events
         events.test_start.add_listener(self._on_start)
         events.test_stopping.add_listener(self._on_stopping)
+        events.quitting.add_listener(self._on_stopping)  # Locust decides on its exit code right after it
         runner = self.environment.runner
         if isinstance(runner, MasterRunner):
             runner.register_message("adaserve_ready", self._on_ready)
@@ -101,13 +102,17 @@ class _Starter:
         headless = self.environment.web_ui is None
         runner = self.environment.runner
         assert runner is not None
+        self.environment.process_exit_code = None  # that of the last run counts
         try:
             kind = MasterRun if isinstance(runner, MasterRunner) else LocalRun
             options: Any = self.environment.parsed_options
             self.run = kind(self.environment, self._config(), self._out(), options.bench_checked)
             self.run.start()
         except LoadgenError as e:
-            print(f"error: {e}", file=sys.stderr)
+            if headless:
+                print(f"error: {e}", file=sys.stderr)
+            else:
+                logger.error("%s", e)  # the web UI shows the log
             self.environment.process_exit_code = 2
         except Exception:
             logger.exception("the run failed")

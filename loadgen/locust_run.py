@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gevent.event import Event
 from locust.env import Environment
 from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
 
+from adaserve.commands import DOES_NOT_COUNT
 from adaserve.files import write_json
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.dispatch import Dispatcher, read_too_late
@@ -36,7 +38,7 @@ from adaserve.loadgen.results import (
 from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts, plan_figures
 from adaserve.loadgen.server_metrics import Samples, learning, scrape, server_side
 from adaserve.loadgen.stream import Target
-from adaserve.slo.metrics import INTERRUPTED, RequestRecord
+from adaserve.slo.metrics import INTERRUPTED, RequestRecord, percent
 
 logger = logging.getLogger("adaserve.loadgen")
 
@@ -130,7 +132,7 @@ class LocalRun:
             schedule.duration_s,
             ", ".join(f"{n} {c}" for n, c in class_counts(schedule.requests).items()),
             self.config.server.model,
-            self.out.name,
+            shown_path(self.out),
         )
         return schedule
 
@@ -169,7 +171,9 @@ class LocalRun:
             self.recorder.write_progress()
             for reason in summary["invalid_reasons"]:
                 logger.warning("this run is not valid: %s", reason)
-            logger.info("results: %s", self.out.name)
+                self.environment.process_exit_code = DOES_NOT_COUNT
+            shown = shown_path(self.out)
+            logger.info("%s; results: %s, page: adaserve report %s", _outcome(summary), shown, shown)
         finally:
             self.done.set()
 
@@ -186,6 +190,14 @@ class LocalRun:
             "server": server_side(self._before, after),
             "learning": learning(after),
         }
+
+
+def _outcome(summary: Mapping[str, Any]) -> str:
+    """In one line, beside Locust's own tables, which know nothing of SLOs."""
+    parts = {**summary["by_class"], "all": summary}
+    shares = {name: c["slo_attainment"] for name, c in parts.items() if c["slo_attainment"] is not None}
+    told = ", ".join(f"{name} {percent(share)}%" for name, share in shares.items())
+    return f"met all SLOs: {told or 'nobody was judged'}"
 
 
 def _without_paths(config: BenchConfig) -> BenchConfig:

@@ -9,9 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from typer.testing import CliRunner
 
 from adaserve.cli import app
 from adaserve.loadgen.results import iter_records
+from adaserve.ports import free_port
 from adaserve.slo.metrics import RequestRecord
 
 LOCUSTFILE = Path(__file__).parents[2] / "loadgen" / "locustfile.py"
@@ -359,6 +363,33 @@ def test_locust_ends_at_once_when_a_run_cannot_start(tmp_path: Path) -> None:
         assert "is a file" in locust_refuses(*to, str(tmp_path / "file"))
         assert "results are not overwritten" in locust_refuses(*to, str(tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_web_ui_shows_why_a_run_cannot_start() -> None:
+    """In its tab of logs: nobody looks at the terminal behind it."""
+    port = free_port()
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--web-host", "127.0.0.1"]
+    ask = partial(urllib.request.urlopen, timeout=30)
+    address = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen([*command, "--web-port", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: ask(f"{address}/logs").status == 200)
+        ask(f"{address}/swarm", b"user_count=1&spawn_rate=1&host=http://127.0.0.1:9").close()
+        why = b"no OpenAI-compatible server answers at http://127.0.0.1:9"
+        wait_until(lambda: why in ask(f"{address}/logs").read())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end_s = time.monotonic() + seconds
+    while True:
+        with suppress(OSError):
+            if condition():
+                return
+        assert time.monotonic() < end_s, "waited too long"
+        time.sleep(0.1)
 
 
 def test_locust_refuses_options() -> None:

@@ -181,6 +181,28 @@ def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
     assert not psutil.wait_procs(children, timeout=60)[1]
 
 
+@pytest.mark.parametrize("limit", ["4s", "60s"])
+def test_locust_itself_says_who_met_the_slos_and_whether_that_counts(limit: str, tmp_path: Path) -> None:
+    """Its tables know nothing of SLOs, and without failures it would end with 0 whatever was cut off."""
+    even = "{kind: constant, rps: 4}"
+    (tmp_path / "mix.yaml").write_text(f"duration_s: 6\nbaseline_ms: 20\narrivals: {even}\n")
+    locust = [
+        sys.executable,
+        "-m",
+        "locust",
+        "-f",
+        str(Path(bench_module.__file__).with_name("locustfile.py")),
+    ]
+    told = ["--headless", "--only-summary", "--bench-config", "mix.yaml", "--results", "r", "-t", limit]
+    with running_fake(token_ms=5, first_ms=5) as fake:
+        line = [*locust, *told, "--host", fake.url]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    valid = json.loads((tmp_path / "r/summary.json").read_text())["valid"]
+    assert done.returncode == (0 if valid else 4), done.stderr
+    assert valid is False or limit == "60s"
+    assert re.search(r"met all SLOs: .*, all [0-9.]+%; results: r, page: adaserve report r\n", done.stderr)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_is_interrupted_while_it_is_prepared_sends_nothing(processes: int, tmp_path: Path) -> None:
     """A server that is slow to tell its metrics keeps it there."""
