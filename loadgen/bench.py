@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -77,10 +77,20 @@ def run_bench(
         raise LoadgenError(f"cannot write the results to {out} ({e.strerror}): give another folder") from e
     if summary is None:
         if code is None:
+            _leave_nothing(out)
             raise KeyboardInterrupt
         said = _tail((out / "locust.log").read_text(encoding="utf-8", errors="replace"))
         raise LoadgenError(f"the load test ended with code {code} before it sent anything:\n{said}")
     return summary
+
+
+def _leave_nothing(out: Path) -> None:
+    """Of a run that was interrupted before it sent anything: the same command may be given again. The folder
+    was empty."""
+    with contextlib.suppress(OSError):
+        for path in out.iterdir():
+            path.unlink()
+        out.rmdir()
 
 
 def refuse_what_ended_early(summary: Mapping[str, Any]) -> None:
@@ -128,17 +138,8 @@ def _run_locust(
         PARENT_ENV: str(os.getpid()),
     }
     with open(out / "locust.log", "w", encoding="utf-8") as log:
-        # A session of its own: Ctrl-C reaches only this process, which then stops Locust in order.
-        process = subprocess.Popen(
-            _command(out, processes),
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
         try:
-            with _stopped_at_the_end(process):
+            with _started(_command(out, processes), log, environment) as process:
                 _show_progress(process, out, schedule, console)
                 return process.wait()
         except KeyboardInterrupt:
@@ -146,24 +147,37 @@ def _run_locust(
 
 
 @contextlib.contextmanager
-def _stopped_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _started(command: list[str], log: IO[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Ends the process group whatever happens; politely first, so that records are written."""
     # Set for SIGINT too: a shell starts background jobs with Ctrl-C ignored, and so would Locust be,
     # which is why it gets SIGTERM.
     in_main = threading.current_thread() is threading.main_thread()
     signals = (signal.SIGINT, signal.SIGTERM) if in_main else ()
-    previous = {number: signal.signal(number, _interrupt) for number in signals}
+    # An interrupt while it is being started would lose it: it is noted, and raised when there is a process.
+    noted = list[int]()
+    previous = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in signals}
+    process = None
     try:
-        yield
+        # A session of its own: Ctrl-C reaches only this process, which then stops Locust in order.
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env, start_new_session=True
+        )
+        for number in signals:
+            signal.signal(number, _interrupt)
+        if noted:
+            raise KeyboardInterrupt
+        yield process
     except KeyboardInterrupt:
+        assert process is not None
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(_STOP_S)
         raise
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         for number, handler in previous.items():
             signal.signal(number, handler)
 

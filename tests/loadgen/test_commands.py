@@ -217,6 +217,26 @@ def test_a_run_that_is_interrupted_while_it_is_prepared_sends_nothing(processes:
             process.kill()
         assert (process.returncode, fake.log()) == (130, []), said
     assert "Traceback" not in said
+    assert not out.exists(), "the same command may be given again"
+
+
+def test_an_interrupt_while_locust_is_being_started_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its own session: Ctrl-C does not reach it."""
+    started, start = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def interrupted(*args: Any, **more: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*args, **more))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(100)"]
+    with open(tmp_path / "log", "w") as log, pytest.raises(KeyboardInterrupt):  # noqa: SIM117
+        with bench_module._started(sleeper, log, os.environ):
+            pytest.fail("it goes on")
+    assert started[0].poll() is not None
 
 
 def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
