@@ -214,6 +214,8 @@ def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -
     Console().print(class_table(summary))
     for reason in summary["invalid_reasons"]:
         console.print(f"[yellow]this run is not valid: {escape(reason)}[/yellow]")
+    if guessed := summary["tokens_guessed"]:
+        console.print(f"[yellow]{guessed} answers had no usage: each chunk counts as one token[/yellow]")
     for error, count in list(summary["errors"].items())[:3]:
         console.print(f"[red]{count} x {escape(error)}[/red]")
     said = f"results: {folder}, page: {folder / 'report.html'}"

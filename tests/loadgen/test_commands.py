@@ -239,6 +239,15 @@ def test_an_interrupt_while_locust_is_being_started_ends_it(
     assert started[0].poll() is not None
 
 
+def test_guessed_tokens_are_told(tmp_path: Path) -> None:
+    """Of a server that sends several tokens in a chunk and no usage, every TPOT is wrong."""
+    (tmp_path / "mix.yaml").write_text("server: {continuous_usage: false}\nmax_requests: 2\n")
+    with running_fake(token_ms=5, per_chunk=2, no_usage=True) as fake:
+        done = bench(fake, tmp_path / "r", "--config", str(tmp_path / "mix.yaml"), "--rps", "4")
+    assert done.returncode in (0, 4), done.stderr
+    assert "2 answers had no usage: each chunk counts as one token" in done.stderr
+
+
 def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
     out = tmp_path / "r"
     with running_fake(token_ms=5) as fake:
