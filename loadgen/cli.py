@@ -169,7 +169,8 @@ def report(
     from adaserve.loadgen.report import write_report
 
     _check_share(fail_under_attainment)
-    read = [_read(text) for text in runs]
+    # A run that two patterns of a shell have found is not two seeds.
+    read = list({(run.label, run.folder.resolve()): run for run in map(_read, runs)}.values())
     folder = out or read[0].folder
     path = write_report(read, folder, png)
     say(Console(stderr=True), f"report: {path}")

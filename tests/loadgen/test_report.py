@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from adaserve.cli import app
 from adaserve.loadgen import bench
 from adaserve.loadgen.bench import class_cells, class_table
 from adaserve.loadgen.report import build_charts, group_runs, write_report
@@ -68,6 +70,15 @@ def test_one_failure_among_several_seeds_is_not_rounded_away(tmp_path: Path) -> 
     folders = [folder(tmp_path / f"priced-seed{n}", records) for n, records in enumerate(seeds)]
     page = page_of([read_run(f) for f in folders], tmp_path)
     assert [row[4:6] for row in rows(page)] == [["10", "0.3"]] * 2
+
+
+def test_a_run_that_is_named_twice_is_one_seed(tmp_path: Path) -> None:
+    """As by two patterns of a shell: its error bars would be those of two runs that agree."""
+    run = str(folder(tmp_path / "priced-seed0", [record(k) for k in range(4)]))
+    done = CliRunner().invoke(app, ["report", run, f"{run}/", f"other={run}", "--no-png"])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "priced-seed0" / "report.html").read_text()
+    assert "2 runs · priced: 1 seed, other: 1 seed" in page
 
 
 def test_the_models_of_all_runs_are_named(tmp_path: Path) -> None:
