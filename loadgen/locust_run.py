@@ -122,7 +122,7 @@ class LocalRun:
         schedule = self._schedule = build_schedule(self.config)
         if not self._checked:  # else the caller has made it
             make_results_dir(self.out)
-        self.recorder = Recorder(self.out, len(schedule))
+        self.recorder = Recorder(self.out, len(schedule), self.config.warmup_s)
         _without_paths(self.config).save(self.out / CONFIG)
         write_json(self.out / "env.json", self._made)
         self._before = scrape(self.config.server)

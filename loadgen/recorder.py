@@ -100,9 +100,10 @@ class ClassTally:
 class Recorder:
     """``requests.jsonl`` and ``progress.json`` of one run."""
 
-    def __init__(self, out: Path, planned: int) -> None:
+    def __init__(self, out: Path, planned: int, warmup_s: float = 0.0) -> None:
+        """The live table leaves out what is planned before ``warmup_s``, as the summary does."""
         self.out = out
-        self.planned = planned
+        self.planned, self.warmup_s = planned, warmup_s
         self.finished = 0
         self.classes: dict[str, ClassTally] = {}
         self._file = open(out / "requests.jsonl", "w", encoding="utf-8")  # noqa: SIM115
@@ -112,7 +113,8 @@ class Recorder:
         self._file.write((line if line is not None else record.to_json()) + "\n")
         self._file.flush()  # into the page cache: safe even when this process is killed
         self.finished += 1
-        self.classes.setdefault(record.slo_class, ClassTally()).add(record)
+        if record.scheduled_s >= self.warmup_s:
+            self.classes.setdefault(record.slo_class, ClassTally()).add(record)
 
     def rows(self) -> list[dict[str, Any]]:
         """The live table: classes by name, then all of them together."""

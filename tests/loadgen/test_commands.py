@@ -239,6 +239,20 @@ def test_an_interrupt_while_locust_is_being_started_ends_it(
     assert started[0].poll() is not None
 
 
+def test_the_live_table_leaves_out_the_warm_up(tmp_path: Path) -> None:
+    """As the summary does, which would otherwise say something else than the web UI."""
+    (tmp_path / "mix.yaml").write_text("arrivals: {kind: constant, rps: 4}\nwarmup_s: 1\n")
+    with running_fake(token_ms=5) as fake:
+        done = bench(fake, tmp_path / "r", "--config", str(tmp_path / "mix.yaml"), "--duration", "2")
+    assert done.returncode in (0, 4), done.stderr
+    summary, progress = (
+        json.loads((tmp_path / "r" / name).read_text()) for name in ("summary.json", "progress.json")
+    )
+    shown = progress["by_class"][-1]
+    assert (progress["finished"], shown["name"], shown["requests"]) == (8, "all", 4)
+    assert (summary["warmup_requests"], summary["requests"]) == (4, 4)
+
+
 def test_guessed_tokens_are_told(tmp_path: Path) -> None:
     """Of a server that sends several tokens in a chunk and no usage, every TPOT is wrong."""
     (tmp_path / "mix.yaml").write_text("server: {continuous_usage: false}\nmax_requests: 2\n")
