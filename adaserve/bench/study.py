@@ -71,6 +71,7 @@ def run_case(
     summary = summarize(
         records, meta={"seed": case.seed, "trace_sha256": case.trace.sha256, "policy": case.policy}
     )
+    met_tpot = summary["slo_attainment_by_metric"]["tpot"]
     row: Row = {
         "workload": case.workload,
         "load_rps": round(case.load, 3),
@@ -78,7 +79,7 @@ def run_case(
         "seed": case.seed,
         "settings": case.settings(setting),
         "violations": 1 - summary["slo_attainment"],
-        "tpot_violations": 1 - summary["slo_attainment_by_metric"]["tpot"],
+        "tpot_violations": 0.0 if met_tpot is None else 1 - met_tpot,
         **{f"violations_{name}": 1 - c["slo_attainment"] for name, c in summary["by_class"].items()},
         "mean_ttft_ms": summary["mean_ttft_ms"],
         "p99_ttft_ms": summary["p99_ttft_ms"],

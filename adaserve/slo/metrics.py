@@ -205,9 +205,9 @@ def class_summary(records: Sequence[RequestRecord], duration_s: float) -> dict[s
         "token_goodput": _per(good_tokens, duration_s),
         "slo_attainment": _per(len(met), len(judged)),
         "slo_attainment_stderr": attainment_stderr(len(met), len(judged)),
-        "slo_attainment_by_metric": {
-            "ttft": _per(sum(r.met_ttft for r in judged), len(judged)),
-            "tpot": _per(sum(r.met_tpot for r in judged), len(judged)),
+        "slo_attainment_by_metric": {  # of those who have such an SLO: others would count as met
+            "ttft": _share_of(r.met_ttft for r in judged if r.slo_ttft_ms is not None),
+            "tpot": _share_of(r.met_tpot for r in judged if r.slo_tpot_ms is not None),
         },
         **distribution_ms("ttft", (r.ttft_s for r in done)),
         **distribution_ms("tpot", (r.tpot_s for r in done)),
@@ -227,6 +227,11 @@ def _common(values: Iterable[float | None]) -> float | list[float] | None:
     if len(given) > 1:
         return [min(given), max(given)]
     return next(iter(given), None)
+
+
+def _share_of(met: Iterable[bool]) -> float | None:
+    outcomes = list(met)
+    return _per(sum(outcomes), len(outcomes))
 
 
 def _per(count: float, total: float) -> float | None:

@@ -76,6 +76,14 @@ def test_a_ttft_miss_is_a_miss() -> None:
     assert s["slo_attainment_by_metric"] == {"ttft": 0.5, "tpot": 1.0}
 
 
+def test_each_objective_is_judged_by_those_who_have_it() -> None:
+    """A class without TTFT SLOs would show that all were met."""
+    late = record(0, slo_ttft_ms=99.0)
+    assert summarize([late, record(1)])["slo_attainment_by_metric"] == {"ttft": 0.0, "tpot": 1.0}
+    free = summarize([record(0, slo_tpot_ms=None)])
+    assert free["slo_attainment_by_metric"] == {"ttft": None, "tpot": None}
+
+
 def test_lag_makes_a_run_invalid() -> None:
     late = [record(k, sent_s=k + 0.02) for k in range(10)]
     s = summarize(late)
