@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine.cpu.swap import Weights, exchange, prepared, served
+from adaserve.engine.cpu.swap import Weights, exchange, prepared, require_fit, served
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.state import RequestState
 from adaserve.engine.tap import Tap
 from adaserve.engine.trainer_link import TrainerLink, bytes_of
-from adaserve.learning.draft import File, checked
+from adaserve.errors import UnsupportedError
+from adaserve.learning.draft import File, checked, shapes_of
 from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress
 from adaserve.learning.versions import DamagedError, Versions
 from adaserve.sharpening import DraftSharpening
@@ -68,6 +69,7 @@ class Learner:
         stats: SLOStats,
         target: str | None,
     ) -> None:
+        require_learnable(model, folder, target)
         if config.learn_folder is not None:  # while what is wrong with it can still be said
             versions = Versions(Path(config.learn_folder))
             versions.claim()
@@ -191,6 +193,20 @@ class Learner:
         self.state.recorded, self.state.dropped = self._tap.recorded, self._tap.dropped
         self.state.cpu_s = self.link.cpu_s
         self._stats.learned(self.state)
+
+
+def require_learnable(model: Any, folder: str, target: str | None) -> None:
+    """Raises UnsupportedError where a trainer could not train such a draft, or nothing that it makes could be
+    served: otherwise only the log would say so, after a while. Arguments as of ``Learner``."""
+    from adaserve.learning.head import learnable  # with what trains heads
+
+    try:
+        if target is None:
+            require_fit(model, shapes_of(folder))
+        else:
+            learnable(folder, target)
+    except Exception as error:  # transformers raises whatever it likes for models that it doesn't know
+        raise UnsupportedError(f"the draft {folder} cannot learn ({error}): leave --learn out") from error
 
 
 def is_tight(states: Iterable[RequestState], now_s: float) -> bool:

@@ -94,6 +94,15 @@ class DraftCopy:
         return [self.logits(records)]
 
 
+def shapes_of(folder: str) -> dict[str, tuple[int, ...]]:
+    """What a ``DraftCopy`` would hand out, by name, without its weights. Raises what transformers raises."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return {name: tuple(t.shape) for name, t in model.state_dict().items()}
+
+
 def to_bytes(state: Mapping[str, Tensor]) -> bytes:
     """A safetensors file."""
     return save({name: tensor.contiguous() for name, tensor in state.items()}, {"format": "pt"})

@@ -32,8 +32,11 @@ from adaserve.pair.eagle import unrolled
 
 STEPS = 4
 """Levels that a head is trained to draft: more are rarely drafted, and every one costs as much again."""
+_FILE = "model.safetensors"
 _FIXED = ("fc.", "fc_norm.", "input_norm.", "aux_norm_", "d2t", "t2d", "embed_tokens.")
 """What is in a checkpoint and is not trained."""
+_EMBEDDING = "model.embed_tokens.weight"
+"""In a target's checkpoint."""
 
 
 class _Layer(nn.Module):
@@ -90,6 +93,32 @@ class _Head(nn.Module):
         return unrolled(self.midlayer, embedded, before, cos, sin, steps)
 
 
+def learnable(folder: str, target: str) -> tuple[LlamaConfig, dict[str, str]]:
+    """Config and tensors of a head that can be trained: their names in the checkpoint, and as most have them.
+    Reads no weights, so that a server can ask before it starts.
+
+    Raises ValueError for a head that cannot be trained here, OSError where there is none.
+    """
+    config = LlamaConfig(**json.loads(Path(cached_file(folder, "config.json")).read_text()))
+    with safe_open(cached_file(folder, _FILE), "pt") as f:
+        names = {name: _plain(name) for name in f.keys()}  # noqa: SIM118 (it is not a mapping)
+    if config.num_hidden_layers != 1 or "lm_head.weight" not in names.values():
+        raise ValueError("only EAGLE-3 heads of one layer, with an output matrix of their own, can learn")
+    if getattr(config, "norm_output", False):
+        raise ValueError("an EAGLE-3 head that reads what its final norm gives (norm_output) cannot learn")
+    with torch.device("meta"):
+        parameters = {name for name, _ in _Head(config).named_parameters()}
+    other = [name for name, plain in names.items() if not (plain in parameters or plain.startswith(_FIXED))]
+    if other or not parameters <= set(names.values()):
+        found = (other or sorted(parameters - set(names.values())))[0]
+        raise ValueError(f"this EAGLE-3 head cannot learn: {found} is not as expected")
+    with safe_open(_embedding_file(target), "pt") as f:
+        size = f.get_slice(_EMBEDDING).get_shape()[1]
+    if size != config.hidden_size:
+        raise ValueError("an EAGLE-3 head whose hidden size is not the target's cannot learn")
+    return config, names
+
+
 class HeadCopy:
     """``DraftCopy`` of a head. ``target``: whose embedding it reads. Both as transformers takes them.
 
@@ -97,31 +126,19 @@ class HeadCopy:
     """
 
     def __init__(self, folder: str, target: str) -> None:
-        config = LlamaConfig(**json.loads(Path(cached_file(folder, "config.json")).read_text()))
+        config, names = learnable(folder, target)
         stored = _tensors(folder)
-        names = {name: _plain(name) for name in stored}
-        if config.num_hidden_layers != 1 or "lm_head.weight" not in names.values():
-            raise ValueError("only EAGLE-3 heads of one layer, with an output matrix of their own, can learn")
-        if getattr(config, "norm_output", False):
-            raise ValueError(
-                "an EAGLE-3 head that reads what its final norm gives (norm_output) cannot learn"
-            )
         self.model = _Head(config).eval()
         parameters = dict(self.model.named_parameters())
         self._trained = {name: parameters[plain] for name, plain in names.items() if plain in parameters}
         self._fixed = {name: t for name, t in stored.items() if name not in self._trained}
-        other = [name for name in self._fixed if not names[name].startswith(_FIXED)]
-        if other or len(self._trained) < len(parameters):
-            missing = sorted(parameters.keys() - set(names.values()))
-            raise ValueError(f"this EAGLE-3 head cannot learn: {(other or missing)[0]} is not as expected")
         self.dtypes = {name: t.dtype for name, t in stored.items()}
         self.load(stored)
         rows = torch.arange(self.model.lm_head.out_features)
         differences = next((t for name, t in stored.items() if names[name] == "d2t"), torch.zeros_like(rows))
         self._token_ids, self._vocabulary = rows + differences, config.vocab_size
-        self._embed = _embedding(target)  # as served: one in the head's own checkpoint is not used
-        if self._embed.shape[1] != config.hidden_size:
-            raise ValueError("an EAGLE-3 head whose hidden size is not the target's cannot learn")
+        with safe_open(_embedding_file(target), "pt") as f:  # as served: one in the head's own is not used
+            self._embed: Tensor = f.get_tensor(_EMBEDDING)
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -182,15 +199,13 @@ def _plain(name: str) -> str:
 
 def _tensors(folder: str) -> dict[str, Tensor]:
     """Of a checkpoint in one file."""
-    with safe_open(cached_file(folder, "model.safetensors"), "pt") as f:
+    with safe_open(cached_file(folder, _FILE), "pt") as f:
         return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (it is not a mapping)
 
 
-def _embedding(target: str) -> Tensor:
-    name, file = "model.embed_tokens.weight", "model.safetensors"
+def _embedding_file(target: str) -> str:
+    file = _FILE
     index = cached_file(target, f"{file}.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:
-        file = json.loads(Path(index).read_text())["weight_map"][name]
-    with safe_open(cached_file(target, file), "pt") as f:
-        found: Tensor = f.get_tensor(name)
-    return found
+        file = json.loads(Path(index).read_text())["weight_map"][_EMBEDDING]
+    return str(cached_file(target, file))

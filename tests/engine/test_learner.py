@@ -6,18 +6,41 @@ import math
 import mmap
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from adaserve.engine.learner import Learner, _Offer, is_tight
+from adaserve.config import AdaServeConfig
+from adaserve.engine.learner import Learner, _Offer, is_tight, require_learnable
 from adaserve.engine.state import RequestState
+from adaserve.errors import UnsupportedError
 from adaserve.learning.draft import to_bytes
 from adaserve.learning.messages import Answer, Candidate, Progress
 from adaserve.sharpening import Correction, DraftSharpening
 from adaserve.slo.events import DraftLearning
+
+
+def test_a_draft_whose_training_would_be_in_vain_is_refused(tmp_path: Path) -> None:
+    """SGLang's parameters tell: what the trainer makes has other names, or other sizes."""
+    sizes: Any = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    llama = LlamaConfig(**sizes, num_hidden_layers=1, num_key_value_heads=1, tie_word_embeddings=True)
+    other = GPTNeoXConfig(**sizes, num_hidden_layers=1)
+    for config in (llama, other):
+        config.save_pretrained(tmp_path / config.model_type)
+    model = LlamaForCausalLM(llama)
+    unused: Any = None
+    require_learnable(model, str(tmp_path / "llama"), None)
+    for folder, served, why in (
+        ("gpt_neox", GPTNeoXForCausalLM(other), "there is no gpt_neox.embed_in.weight"),
+        ("llama", LlamaForCausalLM(LlamaConfig(**{**sizes, "hidden_size": 8})), "its new values are"),
+        ("nowhere", model, "nowhere"),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"(?s)cannot learn \(.*{why}.*: leave --learn out"):
+            Learner(AdaServeConfig(), unused, served, unused, str(tmp_path / folder), unused, None)
 
 
 @pytest.mark.parametrize(

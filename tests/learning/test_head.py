@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from adaserve.engine.learner import require_learnable
+from adaserve.errors import UnsupportedError
 from adaserve.learning import draft_reading
 from adaserve.learning.draft import checked, to_bytes
 from adaserve.learning.head import STEPS, HeadCopy
@@ -138,14 +140,37 @@ def test_a_head_learns_nothing_from_served_tokens_that_it_does_not_know(pair: tu
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_hidden_layers": 2}, {"num_attention_heads": 1}, {"norm_output": True}]
+    ("change", "file", "why"),
+    [
+        ({"num_hidden_layers": 2}, "model.safetensors", "only EAGLE-3 heads of one layer"),
+        ({"norm_output": True}, "model.safetensors", "norm_output"),
+        ({"hidden_size": 64}, "model.safetensors", "hidden size is not the target's"),
+        ({"attention_bias": True}, "model.safetensors", "k_proj.bias is not as expected"),
+        ({}, "pytorch_model.bin", "model.safetensors"),
+    ],
 )
-def test_a_head_that_is_not_as_expected_is_refused(
-    pair: tuple[Path, Any, Head], tmp_path: Path, change: dict[str, int]
+def test_a_head_that_cannot_learn_is_refused_at_the_start(
+    pair: tuple[Path, Any, Head], tmp_path: Path, change: dict[str, int], file: str, why: str
+) -> None:
+    """Or its trainer would end again and again, and only the log would say so."""
+    folder, _, _ = pair
+    target = str(folder / "target")
+    require_learnable(None, str(folder / "eagle3"), target)
+    config = json.loads((folder / "eagle3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    save_file(load_file(folder / "eagle3" / "model.safetensors"), tmp_path / file)
+    with pytest.raises(UnsupportedError, match=f"(?s){why}.*: leave --learn out"):
+        require_learnable(None, str(tmp_path), target)
+    with pytest.raises((ValueError, OSError), match=why):
+        HeadCopy(str(tmp_path), target)
+
+
+def test_a_head_of_other_sizes_than_its_config_is_refused(
+    pair: tuple[Path, Any, Head], tmp_path: Path
 ) -> None:
     folder, _, _ = pair
     config = json.loads((folder / "eagle3" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 1}))
     save_file(load_file(folder / "eagle3" / "model.safetensors"), tmp_path / "model.safetensors")
-    with pytest.raises((ValueError, RuntimeError)):
+    with pytest.raises(RuntimeError):
         HeadCopy(str(tmp_path), str(folder / "target"))

@@ -42,6 +42,14 @@ def served(model: Any) -> Weights:
 
 
 @torch.no_grad()
+def require_fit(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError where ``prepared`` would for such tensors, of which there are only the shapes yet."""
+    tensors = {_in_sglang(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    for name, p in model.named_parameters():
+        _fitted(name, p.data.to("meta"), tensors)
+
+
+@torch.no_grad()
 def prepared(model: Any, tensors: Mapping[str, Tensor]) -> Weights:
     """Weights for ``exchange`` from tensors by the checkpoint's names; the model is only read.
 
