@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from uvicorn.config import LOG_LEVELS
@@ -17,6 +18,9 @@ CORES_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
 
 _KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 """What a header can carry, and can be compared with."""
+
+_TOKENIZER = re.compile(r"tok|tekken|vocab|merges|\.(model|py|gguf)$", re.IGNORECASE)
+"""In names of files that make or hold a tokenizer, of whatever kind."""
 
 Refusals = Iterator[tuple[bool, str]]
 """Whether something is asked for that is not served, and what to do about it."""
@@ -118,6 +122,11 @@ def _of_engine(args: Any) -> Refusals:
         bool(args.enable_lora or args.lora_paths),
         "LoRA adapters are not supported: remove --enable-lora and --lora-paths",
     )
+    path = args.tokenizer_path or args.model_path
+    yield (
+        not args.skip_tokenizer_init and not _may_have_tokenizer(path),
+        f"{path} has no tokenizer: give --tokenizer-path, or --skip-tokenizer-init to serve token ids alone",
+    )
     yield args.is_embedding, "embeddings are not served: remove --is-embedding"
     yield (
         args.enable_return_hidden_states,
@@ -142,6 +151,12 @@ def _of_engine(args: Any) -> Refusals:
     for name in (*names, "watchdog_timeout"):
         value, flag = getattr(args, name), name.replace("_", "-")
         yield value is not None and value < 1, f"--{flag} {value} would serve nobody: give at least 1"
+
+
+def _may_have_tokenizer(path: str) -> bool:
+    """Whether SGLang may find one there: it says in a traceback that it has not. Names on a hub have one."""
+    folder = Path(path)
+    return not folder.is_dir() or any(_TOKENIZER.search(file.name) for file in folder.iterdir())
 
 
 def _of_cpus(args: Any) -> Refusals:

@@ -38,7 +38,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
         enable_forward_pass_metrics=False,
         attention_backend="adaserve_cpu", prefill_attention_backend=None, decode_attention_backend=None,
         log_level="INFO", log_level_http=None, max_prefill_tokens=1, prefill_max_requests=None,
-        max_queued_requests=None, decode_log_interval=40, watchdog_timeout=300.0,
+        max_queued_requests=None, decode_log_interval=40, watchdog_timeout=300.0, model_path="target",
+        tokenizer_path=None, skip_tokenizer_init=False,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -97,6 +98,21 @@ def test_a_draft_learns_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_unsupported(arguments(dp_size=2), AdaServeConfig(learn=True))
     with pytest.raises(ValueError, match="learn on CPU hosts alone so far: leave --learn out"):
         refuse_unsupported(arguments(device="cuda"), AdaServeConfig(learn=True))
+
+
+def test_a_target_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+    """SGLang says in a traceback that there is none, and not what to do."""
+    config, bare = AdaServeConfig(), {"model_path": str(tmp_path)}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(ValueError, match=f"{tmp_path} has no tokenizer: give .*--skip-tokenizer-init"):
+        refuse_unsupported(arguments(**bare), config)
+    refuse_unsupported(arguments(**bare, skip_tokenizer_init=True), config)
+    refuse_unsupported(arguments(**bare, tokenizer_path="owner/on-a-hub"), config)
+    for name in ("tokenizer.json", "vocab.txt", "spiece.model", "qwen.tiktoken", "tekken.json", "own.py"):
+        (tmp_path / name).touch()
+        refuse_unsupported(arguments(**bare), config)
+        (tmp_path / name).unlink()
 
 
 def test_a_draft_model_without_a_use_is_refused() -> None:
