@@ -152,7 +152,7 @@ def sparse(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         tmp_path_factory.mktemp("sparse"),
         pair,
         "noisy",
-        {**TREES, **EXACT_DRAFT, "draft_window": "auto"},
+        {**TREES, **EXACT_DRAFT, "policy": "priced", "draft_window": "auto"},
         {**RESTLESS, "windows": [0, 16, 17, 40, 100]},
         overlap=True,
         **TIGHT,

@@ -100,6 +100,16 @@ def test_a_draft_learns_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_unsupported(arguments(device="cuda"), AdaServeConfig(learn=True))
 
 
+@pytest.mark.parametrize("drafts", ["model", "self,suffix"])
+def test_only_priced_chooses_what_drafts_read(drafts: str) -> None:
+    """Others would read everything, which a target that drafts for itself must never do."""
+    args = arguments() if drafts == "model" else arguments(speculative_draft_model_path=None)
+    for policy, window in (("priced", "auto"), ("none", "auto"), ("adaserve", 256)):
+        refuse_unsupported(args, AdaServeConfig(drafts=drafts, policy=policy, draft_window=window))
+    with pytest.raises(ValueError, match="chain-4 chooses no draft window"):
+        refuse_unsupported(args, AdaServeConfig(drafts=drafts, policy="chain-4", draft_window="auto"))
+
+
 def test_a_target_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
     """SGLang says in a traceback that there is none, and not what to do."""
     config, bare = AdaServeConfig(), {"model_path": str(tmp_path)}
