@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from adaserve.errors import UserError
 
 NAME = "ADASERVE"
 
 SGLANG_VERSION = "0.5.23"
 """What our hooks fit; ``pyproject.toml`` asks for the same."""
+
+
+class PatchError(UserError, RuntimeError):
+    """SGLang is not as AdaServe's hooks expect it: wrong version."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}. AdaServe was made for sglang {SGLANG_VERSION}: pip install sglang=={SGLANG_VERSION}"
+        )
+
+
+def require_sglang() -> None:
+    """Asked before anything is imported from SGLang, since another one may have moved whatever we import.
+
+    Raises PatchError."""
+    try:
+        found = f"This is sglang {version('sglang')}"
+    except PackageNotFoundError:
+        found = "SGLang is not installed"
+    if found != f"This is sglang {SGLANG_VERSION}":
+        raise PatchError(found)
 
 
 @dataclass

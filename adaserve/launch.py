@@ -1,7 +1,8 @@
 """Runs SGLang's server so that it can be stopped while it starts: python -m adaserve.launch MODULE ARGUMENTS.
 
 SGLang heeds signals once it serves. Until then, for half a minute, Ctrl-C ended in a traceback of each of its
-processes, in whatever line they were. Settings that cannot be served ended in a traceback as well.
+processes, in whatever line they were. Settings that cannot be served ended in a traceback as well, and with
+another SGLang it knew no ADASERVE, and did not say why.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def is_of_settings(error: Exception) -> bool:
 if __name__ == "__main__":
     stop_cleanly()
     from adaserve.errors import UserError
+    from adaserve.identity import require_sglang
     from adaserve.lifetime import die_with_parent
     from adaserve.processes import end_children, remove_leftovers
 
@@ -58,6 +60,7 @@ if __name__ == "__main__":
     remove_leftovers()
     del sys.argv[0]
     try:
+        require_sglang()
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except (UserError, ValueError, AssertionError, NotImplementedError) as error:
         if not isinstance(error, UserError) and not (str(error) and is_of_settings(error)):

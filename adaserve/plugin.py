@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adaserve.identity import registration
+from adaserve.identity import registration, require_sglang
 from adaserve.lifetime import die_with_parent, heed_where_signal
 
 
@@ -14,6 +14,7 @@ def register() -> None:
     die_with_parent()
     heed_where_signal()
     try:
+        require_sglang()
         from adaserve import algorithm
         from adaserve.patches import apply_all
 

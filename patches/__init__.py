@@ -12,26 +12,16 @@ import pkgutil
 from collections.abc import Callable, Collection
 from functools import wraps
 from importlib import import_module
-from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
 from sglang.srt import runtime_context
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from adaserve.identity import NAME, SGLANG_VERSION
+from adaserve.identity import NAME, PatchError, require_sglang
 
 targets: list[str] = []
 """Dotted paths that we hook; the contract tests check their signatures."""
-
-
-class PatchError(RuntimeError):
-    """SGLang is not as AdaServe's hooks expect it: wrong version."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what}. AdaServe was made for sglang {SGLANG_VERSION}: pip install sglang=={SGLANG_VERSION}"
-        )
 
 
 def hook(target: str, function: Callable[..., Any], kind: HookType, *, always: bool = False) -> None:
@@ -154,8 +144,7 @@ MODULES = {
 
 def apply_all() -> None:
     """Registers all hooks; SGLang applies them right after its plugins were loaded. Raises PatchError."""
-    if (found := version("sglang")) != SGLANG_VERSION:
-        raise PatchError(f"This is sglang {found}")
+    require_sglang()
     logging.getLogger(HookRegistry.__module__).addFilter(not_ours_alone)
     for name in chain.from_iterable(MODULES.values()):
         import_module(f"adaserve.patches.{name}").register()

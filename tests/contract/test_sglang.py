@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from adaserve import patches
+from adaserve import identity, patches
 from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.host import select
 from adaserve.identity import NAME, SGLANG_VERSION
@@ -41,6 +41,9 @@ TARGETS = {
     f"{MANAGERS}.utils.GenerationBatchResult.copy_to_cpu": ["self", "return_logprob", "return_hidden_states"],
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": [
         "req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size",
+    ],
+    "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add": [
+        "hidden_states", "gate_weight", "shared_output", "final_hidden_states",
     ],
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ["self", "kvc"],
     "sglang.srt.managers.scheduler.get_exception_traceback": [],
@@ -225,6 +228,7 @@ ALWAYS = {
     "torch.distributed.new_group",
     f"{MANAGERS}.utils.GenerationBatchResult.copy_to_cpu",
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+    "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
     f"{MANAGERS}.scheduler.get_exception_traceback",
     "sglang.srt.utils.common.kill_process_tree",
     "sglang.srt.layers.dual_gemm.DualGemm._select_mode",
@@ -627,7 +631,7 @@ def test_a_moved_target_is_refused_by_name() -> None:
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it has moved: a hook may fit and mean something else."""
-    monkeypatch.setattr(patches, "version", lambda _: "0.5.24")
+    monkeypatch.setattr(identity, "version", lambda _: "0.5.24")
     with pytest.raises(patches.PatchError, match=r"sglang 0\.5\.24.*pip install sglang==0\.5\.23"):
         patches.apply_all()
 

@@ -110,6 +110,22 @@ def test_settings_that_cannot_be_served_are_said_in_one_line(tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (2, "error: use --page-size 1\n")
 
 
+def test_another_sglang_is_named_before_anything_is_imported_from_it(tmp_path: Path) -> None:
+    """It would say that it knows no ADASERVE, since our plugin cannot be loaded there."""
+    (tmp_path / "starting.py").write_text("import sglang.gone")
+    found = tmp_path / "sglang-0.5.24.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.24\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "adaserve.launch", "starting"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: This is sglang 0.5.24. AdaServe was made for sglang 0.5.23: pip install sglang==0.5.23\n",
+    )
+
+
 ASKS = "sglang.srt.arg_groups.overrides"
 
 

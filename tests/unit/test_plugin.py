@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from adaserve import algorithm, plugin
+from adaserve import algorithm, identity, plugin
 from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.identity import NAME, registration
 from adaserve.lifetime import PARENT_ENV
@@ -24,3 +25,16 @@ def test_a_failure_to_register_ends_the_start_of_a_server(monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match="could not be registered") as refused:
         AdaServeAlgorithm(NAME, lambda _: object).handle_server_args(SimpleNamespace())
     assert str(refused.value.__cause__) == "another version"
+
+
+def test_another_sglang_is_refused_before_anything_is_imported_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may lack what our modules import, and would then say that instead."""
+    monkeypatch.delenv(PARENT_ENV, raising=False)
+    monkeypatch.setattr(registration, "failure", None)
+    monkeypatch.setattr(identity, "version", lambda _: "0.6.0")
+    monkeypatch.setitem(sys.modules, "adaserve.algorithm", None)
+    monkeypatch.delattr("adaserve.algorithm")
+    with pytest.raises(identity.PatchError, match=r"This is sglang 0\.6\.0\. .*pip install sglang=="):
+        plugin.register()
