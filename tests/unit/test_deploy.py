@@ -126,6 +126,14 @@ def test_envoy_ends_no_answer_for_being_long() -> None:
     assert (route["route"]["timeout"], route["route"]["idle_timeout"]) == ("0s", "0s")
 
 
+@pytest.mark.parametrize("file", ["systemd/adaserve.service", "container/Containerfile"])
+def test_what_is_compiled_outlives_a_restart(file: str) -> None:
+    """numba keeps it beside the code or below XDG_CACHE_HOME otherwise, where such a server cannot write."""
+    settings = dict(re.findall(r"(\w+)=(/\S+)", (DEPLOY / file).read_text()))
+    kept = Path(settings["XDG_CACHE_HOME"], "adaserve")
+    assert Path(settings["NUMBA_CACHE_DIR"]).is_relative_to(kept)
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_a_start_ends_when_its_server_has_ended() -> None:
     """systemd starts a server again only when the command that waits for its health has ended."""
