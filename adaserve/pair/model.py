@@ -13,7 +13,7 @@ from torch.nn import functional as fn
 
 from adaserve.pair.folders import PLAIN_NAME
 from adaserve.pair.packed import read_weights
-from adaserve.pair.shape import NORM_EPS, Shape, hf_config, shape_of
+from adaserve.pair.shape import NORM_EPS, Shape, hf_config, require_family, shape_of
 
 
 class RMSNorm(nn.Module):
@@ -143,8 +143,11 @@ def save_hf(model: TinyLlama, folder: Path) -> None:
 
 
 def load_hf(folder: Path, rope_theta: float | None = None) -> TinyLlama:
-    """The model in a folder, with another rotary base where one is given."""
-    shape = shape_of(json.loads((folder / "config.json").read_text()))
+    """The model in a folder, with another rotary base where one is given. Raises PairError for one of another
+    family."""
+    config = json.loads((folder / "config.json").read_text())
+    require_family(config)
+    shape = shape_of(config)
     shape = shape if rope_theta is None else replace(shape, rope_theta=rope_theta)
     tensors = read_weights(folder)
     model = TinyLlama(shape)

@@ -72,19 +72,39 @@ def hf_config(shape: Shape) -> dict[str, Any]:
     }
 
 
+_OTHER = "is not of the embedded family: give a Llama model with the settings of the embedded target"
+_ALIKE = ("architectures", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias")
+"""In all models of the family."""
+
+
 def shape_of(config: dict[str, Any]) -> Shape:
-    shape = Shape(
-        vocab=config["vocab_size"],
-        hidden=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        mlp=config["intermediate_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        tied=config["tie_word_embeddings"],
-        rope_theta=config["rope_theta"],
-    )
-    head_dim = config["head_dim"]
+    """Raises PairError where a model of another family says something else."""
+    rope = config.get("rope_parameters") or config  # as transformers writes it since 5.0, and before
+    try:
+        shape = Shape(
+            vocab=config["vocab_size"],
+            hidden=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            mlp=config["intermediate_size"],
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            tied=config["tie_word_embeddings"],
+            rope_theta=rope["rope_theta"],
+        )
+    except KeyError as error:
+        raise PairError(f"a model without {error.args[0]} in its config.json {_OTHER}") from error
+    head_dim = config.get("head_dim") or shape.head_dim
     return shape if head_dim == shape.head_dim else replace(shape, head_width=head_dim)
+
+
+def require_family(config: dict[str, Any]) -> None:
+    """Raises PairError for a model whose forward is not that of our own copies (``TinyLlama``)."""
+    rope = config.get("rope_parameters") or config
+    for name, value in hf_config(TARGET).items():
+        if name in _ALIKE and config.get(name) != value:
+            raise PairError(f"a model with {name} {config.get(name)} in its config.json {_OTHER} ({value})")
+    if rope.get("rope_type", "default") != "default" or config.get("rope_scaling"):
+        raise PairError(f"a model whose rotary embedding is scaled {_OTHER}")
 
 
 def parse_size(size: int | str) -> int:

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from adaserve.pair.folders import HEAD, PairError, drafts_of
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.observed import observe
 from adaserve.pair.packed import pack, read_weights, unpack
-from adaserve.pair.shape import Shape, parse_size, shape_of
+from adaserve.pair.shape import TARGET, Shape, hf_config, parse_size, require_family, shape_of
 from adaserve.pair.widen import (
     LEFT_S,
     HeadSize,
@@ -201,6 +202,33 @@ def test_written_parameters_match_the_shape(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "wide" / "model.safetensors")
     assert sum(t.numel() for t in tensors.values()) == shape.parameters
     assert shape_of(json.loads((tmp_path / "wide" / "config.json").read_text())) == shape
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
+        ({"num_key_value_heads": None}, "without num_key_value_heads"),
+        ({"rope_theta": None}, "without rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, "rotary embedding is scaled"),
+        ({"rope_scaling": {"type": "linear"}}, "rotary embedding is scaled"),
+    ],
+)
+def test_a_model_of_another_family_is_named(tmp_path: Path, changed: dict[str, Any], why: str) -> None:
+    """Its forward would be another one, or it ended in a traceback."""
+    config = {name: value for name, value in (hf_config(TARGET) | changed).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PairError, match=why):
+        load_hf(tmp_path)
+
+
+def test_a_llama_that_transformers_has_written_is_of_the_family() -> None:
+    config = hf_config(TARGET)
+    theta = config.pop("rope_theta")
+    config["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"}
+    require_family(config)
+    assert shape_of(config) == TARGET
 
 
 def test_shards_hold_every_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
