@@ -1,8 +1,9 @@
 """What SGLang does for GPUs without asking the platform, replaced where there is none.
 
-Why: on an out-of-tree CPU platform ``_is_cpu`` is false, so SGLang launches a Triton kernel, for which a CPU
-has no driver. And it names the copy of each result to the host for profiles of a GPU's streams. Here nothing
-is copied, but the name alone took 0.1 ms of every iteration.
+Why: on an out-of-tree CPU platform ``_is_cpu`` is false, so SGLang launches Triton kernels, for which a CPU
+has no driver: one for every model, and one for the shared expert of Qwen 2 models with experts. And it names
+the copy of each result to the host for profiles of a GPU's streams. Here nothing is copied, but the name
+alone took 0.1 ms of every iteration.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ def register() -> None:
         return
     hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE
+    )
+    hook(
+        "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        add_gated_expert,
+        HookType.REPLACE,
     )
     copy = "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu"
     hook(copy, _without_name, HookType.AROUND, always=True)
@@ -47,3 +53,15 @@ def assign_req_to_token(
     for row, start, end in spans:
         table[row, start:end] = slots[begin : begin + end - start]
         begin += end - start
+
+
+def add_gated_expert(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    final_hidden_states: torch.Tensor,
+) -> None:
+    """``final_hidden_states += sigmoid(hidden_states @ gate_weight) * shared_output``, in fp32 as in the
+    kernel."""
+    gate = torch.sigmoid(hidden_states.float() @ gate_weight.float())
+    final_hidden_states.copy_(final_hidden_states.float() + gate[:, None] * shared_output.float())

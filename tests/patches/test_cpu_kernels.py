@@ -9,7 +9,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from adaserve.patches.cpu_kernels import _without_name, assign_req_to_token
+from adaserve.patches.cpu_kernels import _without_name, add_gated_expert, assign_req_to_token
 
 
 def test_slots_are_written_behind_those_that_a_request_has() -> None:
@@ -17,6 +17,17 @@ def test_slots_are_written_behind_those_that_a_request_has() -> None:
     rows, start, end = torch.tensor([2, 0]), torch.tensor([1, 3]), torch.tensor([4, 5])
     assign_req_to_token(rows, table, start, end, torch.tensor([11, 12, 13, 21, 22]), 2)
     assert table.tolist() == [[0, 0, 0, 21, 22, 0], [0] * 6, [0, 11, 12, 13, 0, 0]]
+
+
+def test_a_shared_expert_is_added_as_strongly_as_its_gate_says() -> None:
+    """Of a Qwen 2 model with experts, which no CPU could serve otherwise."""
+    torch.manual_seed(0)
+    read, expert, sums = torch.randn(3, 3, 8).bfloat16()
+    weight, before = torch.randn(8).bfloat16(), sums.float()
+    strength = torch.sigmoid((read.float() * weight.float()).sum(1, keepdim=True))
+    add_gated_expert(read, weight, expert, sums)
+    assert sums.dtype == torch.bfloat16
+    torch.testing.assert_close(sums.float(), before + strength * expert.float(), rtol=1e-2, atol=1e-2)
 
 
 def test_a_result_is_handed_on_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
