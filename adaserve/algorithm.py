@@ -89,8 +89,8 @@ def leave_graphs_to_us(args: Any, ours: AdaServeConfig) -> None:
     given = args.cuda_graph_config
     config = replace(given, decode=replace(given.decode, backend="disabled"))
     path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    has_head = ours.medusa is not None or (path and kind_at(path, revision) in ("eagle3", "mtp"))
-    if has_head:
+    kind = kind_at(path, revision, ours.draft_kind) if path else None  # refused before anything is loaded
+    if ours.medusa is not None or kind in ("eagle3", "mtp"):
         config = replace(config, prefill=replace(config.prefill, backend="disabled"))
     args.cuda_graph_config = config
 

@@ -60,14 +60,15 @@ def require_known_head(architectures: Sequence[str] | None, path: str) -> None:
             )
 
 
-def kind_at(path: str, revision: str | None = None) -> DraftKind:
-    """Of the checkpoint at ``path``, a folder or a name on a model hub."""
+def kind_at(path: str, revision: str | None = None, stated: str = "auto") -> DraftKind:
+    """Of the checkpoint at ``path``, a folder or a name on a model hub. Raises UnsupportedError where another
+    one was ``stated``."""
     from transformers import PretrainedConfig
 
     config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
     if MEDUSA_HEADS in config:
         return "medusa"
-    return draft_kind(config.get("architectures"), "auto", path)
+    return draft_kind(config.get("architectures"), stated, path)
 
 
 def medusa_folder(path: str | None, stated: str) -> Path | None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from adaserve.config import AdaServeConfig
+from adaserve.errors import UnsupportedError
 
 SGLANG = "sglang.srt"
 MEMBERS = [
@@ -138,6 +139,10 @@ def test_sglang_leaves_graphs_to_us(tmp_path: Path) -> None:
         assert args.cuda_graph_config.decode.backend == "disabled"
         assert args.cuda_graph_config.prefill.backend == prefill, "a head reads what prefills hand out"
     assert given.decode.backend == "full", "the user's own object must stay as it was"
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    args.speculative_draft_model_path = str(tmp_path)
+    with pytest.raises(UnsupportedError, match="draft_kind is mtp"):  # before models are loaded
+        leave_graphs_to_us(args, AdaServeConfig(draft_kind="mtp"))
 
 
 def test_which_parts(monkeypatch: pytest.MonkeyPatch) -> None:
