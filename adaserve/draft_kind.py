@@ -71,6 +71,14 @@ def kind_at(path: str, revision: str | None = None, stated: str = "auto") -> Dra
     return draft_kind(config.get("architectures"), stated, path)
 
 
+def other_size(draft: str, size: int, target: int) -> str:
+    """Why a draft with a vocabulary of that ``size`` cannot be served."""
+    return (
+        f"the draft {draft} has a vocabulary of {size} tokens and the target one of {target}: "
+        "choose a draft of the same family with the same tokenizer"
+    )
+
+
 def medusa_folder(path: str | None, stated: str) -> Path | None:
     """The draft's folder where it holds Medusa heads, which SGLang doesn't know and isn't told about.
 

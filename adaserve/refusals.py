@@ -11,6 +11,8 @@ from typing import Any
 from uvicorn.config import LOG_LEVELS
 
 from adaserve.config import AdaServeConfig, ConfigError
+from adaserve.draft_kind import other_size, read_config
+from adaserve.fingerprint import local_folder
 from adaserve.host import ATTENTION_BACKEND, on_device
 
 CORES_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -29,7 +31,13 @@ Refusals = Iterator[tuple[bool, str]]
 def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
     """Raises ConfigError with the remedy for a combination that ADASERVE cannot serve. ``args``: SGLang's
     ``ServerArgs``."""
-    refusals = [*_of_drafts(args, config), *_of_ranks(args, config), *_of_http(args), *_of_engine(args)]
+    refusals = [
+        *_of_drafts(args, config),
+        *_of_vocabularies(args, config),
+        *_of_ranks(args, config),
+        *_of_http(args),
+        *_of_engine(args),
+    ]
     if not on_device(args.device):
         refusals += _of_cpus(args)
     for is_refused, reason in refusals:
@@ -66,6 +74,23 @@ def _of_drafts(args: Any, config: AdaServeConfig) -> Refusals:
         config.learn and on_device(args.device),
         "drafts learn on CPU hosts alone so far: leave --learn out",
     )
+
+
+def _of_vocabularies(args: Any, config: AdaServeConfig) -> Refusals:
+    """What checkpoints on this host say before they are loaded, which may take minutes. On a GPU a draft may
+    have fewer tokens, as far as the target's tokenizer allows (``require_same_size``)."""
+    target = _vocabulary(args.model_path, args.revision)
+    first = args.speculative_draft_model_path, args.speculative_draft_model_revision
+    for path, revision in (first, (config.second_draft, None)):
+        if path and target is not None and (size := _vocabulary(path, revision)) is not None:
+            refused = size > target or (size < target and not on_device(args.device))
+            yield refused, other_size(path, size, target)
+
+
+def _vocabulary(path: str, revision: str | None) -> int | None:
+    config = read_config(Path(local_folder(path, revision)))
+    size = config.get("text_config", config).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _of_ranks(args: Any, config: AdaServeConfig) -> Refusals:

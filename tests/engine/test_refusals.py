@@ -39,7 +39,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         attention_backend="adaserve_cpu", prefill_attention_backend=None, decode_attention_backend=None,
         log_level="INFO", log_level_http=None, max_prefill_tokens=1, prefill_max_requests=None,
         max_queued_requests=None, decode_log_interval=40, watchdog_timeout=300.0, model_path="target",
-        tokenizer_path=None, skip_tokenizer_init=False,
+        tokenizer_path=None, skip_tokenizer_init=False, revision=None, speculative_draft_model_revision=None,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -108,6 +108,28 @@ def test_only_priced_chooses_what_drafts_read(drafts: str) -> None:
         refuse_unsupported(args, AdaServeConfig(drafts=drafts, policy=policy, draft_window=window))
     with pytest.raises(ValueError, match="chain-4 chooses no draft window"):
         refuse_unsupported(args, AdaServeConfig(drafts=drafts, policy="chain-4", draft_window="auto"))
+
+
+@pytest.mark.parametrize(
+    ("draft", "on_cpu", "on_gpu"), [(300, True, True), (200, True, False), (256, False, False), (None,) * 3]
+)
+def test_another_vocabulary_is_refused_before_anything_is_loaded(
+    tmp_path: Path, draft: int | None, on_cpu: bool, on_gpu: bool
+) -> None:
+    """On a GPU the target's tokenizer decides, where the draft has fewer tokens."""
+    for name, config in (("target", {"text_config": {"vocab_size": 256}}), ("draft", {"vocab_size": draft})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "tokenizer.json").touch()
+    paths, second = {"model_path": str(tmp_path / "target")}, str(tmp_path / "draft")
+    for device, refused in (("cpu", on_cpu), ("cuda", on_gpu)):
+        for args, config in (
+            (arguments(**paths, device=device, speculative_draft_model_path=second), AdaServeConfig()),
+            (arguments(**paths, device=device), AdaServeConfig(second_draft=second)),
+        ):
+            says = pytest.raises(ValueError, match=f"vocabulary of {draft} tokens and the target one of 256")
+            with says if refused else nullcontext():
+                refuse_unsupported(args, config)
 
 
 def test_a_target_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:

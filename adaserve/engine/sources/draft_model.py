@@ -19,7 +19,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from adaserve.config import AdaServeConfig
-from adaserve.draft_kind import DraftKind, draft_kind, require_known_head
+from adaserve.draft_kind import DraftKind, draft_kind, other_size, require_known_head
 from adaserve.engine.plain_attention import require_no_state
 from adaserve.errors import UnsupportedError
 from adaserve.fingerprint import local_folder
@@ -171,10 +171,7 @@ def require_same_size(target: Any, draft: Any, path: str) -> None:
     # draft's embedding, so only forwards that guard against it (those on a device) may have such a draft.
     may_be_smaller = target.tokenizer is not None and str(target.model_runner.device) != "cpu"
     if t_size != d_size and not (may_be_smaller and len(target.tokenizer) <= d_size < t_size):
-        raise UnsupportedError(
-            f"the draft {path} has a vocabulary of {d_size} tokens and the target one of {t_size}: "
-            "choose a draft of the same family with the same tokenizer"
-        )
+        raise UnsupportedError(other_size(path, d_size, t_size))
 
 
 def require_same_tokens(target: Any, draft: Any, path: str) -> None:
