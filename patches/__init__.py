@@ -102,7 +102,10 @@ MODULES = {
         "slo_requests",
         "slo_responses",
         "boundary",  # after the SLO hooks: what wraps last is asked first
-        "openai_errors",  # around both
+        "stream_starts",
+        "ollama",
+        "openai_responses",
+        "openai_errors",  # around all of these
         "bodies",
         "tokenizing",
         "keys",

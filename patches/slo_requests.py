@@ -17,7 +17,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.boundary.limits import MAX_BATCH
 from adaserve.config import slo_classes
 from adaserve.patches import hook
-from adaserve.patches.boundary import asks_for_health, native_response, refusal
+from adaserve.patches.boundary import asks_for_health, refusal
+from adaserve.patches.stream_starts import native_response
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import FromHeaders, read_headers
 

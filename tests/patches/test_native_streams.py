@@ -16,16 +16,9 @@ from sglang.srt.entrypoints.request_headers import apply_header_overrides
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from adaserve.boundary import Limits, RequestError, check_request
-from adaserve.patches.boundary import (
-    _FIRST,
-    _every_request,
-    _ollama,
-    _ollama_options,
-    _ollama_stream,
-    _openai_stream,
-    _repeats,
-    native_response,
-)
+from adaserve.patches.boundary import REPEATS, STARTED, _every_request
+from adaserve.patches.ollama import _ollama, _ollama_options, _ollama_stream
+from adaserve.patches.stream_starts import _openai_stream, native_response
 
 
 def serve_natively(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +56,7 @@ def test_the_next_request_of_a_connection_is_not_taken_for_such_a_stream(
     during: list[bool] = []
 
     async def generate(*_: Any) -> Any:
-        during.append(_repeats.get())
+        during.append(REPEATS.get())
         if refused:
             raise RequestError("refused")
         yield {"text": "a", "meta_info": {"finish_reason": None}}
@@ -76,7 +69,7 @@ def test_the_next_request_of_a_connection_is_not_taken_for_such_a_stream(
 
     async def pipelined() -> bool:
         await native_response(original, GenerateReqInput(text="a", stream=True), request)
-        return _repeats.get()
+        return REPEATS.get()
 
     assert (asyncio.run(pipelined()), during) == (False, [True])
 
@@ -117,7 +110,7 @@ def test_a_stream_for_ollama_holds_the_whole_text(incremental: bool, route: str)
     parts = ["the quick", " fox", " jumps over"]
 
     async def generate(obj: Any, _: Any) -> Any:
-        if (outputs := vars(obj).pop(_FIRST, None)) is not None:
+        if (outputs := vars(obj).pop(STARTED, None)) is not None:
             async for out in outputs:
                 yield out
             return

@@ -18,15 +18,10 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Respon
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 
 from adaserve.boundary import RequestError
-from adaserve.patches import boundary
-from adaserve.patches.boundary import (
-    _grammar_of_tools,
-    _keep_converted,
-    _keep_made,
-    _responses_status,
-    _without_a_traceback,
-)
+from adaserve.patches import openai_responses
+from adaserve.patches.boundary import _grammar_of_tools, _keep_converted
 from adaserve.patches.openai_errors import in_shape, mount
+from adaserve.patches.openai_responses import _keep_made, _responses_status, _without_a_traceback
 
 FLAT = {
     "object": "error",
@@ -119,7 +114,7 @@ def test_a_response_in_the_background_is_checked_while_it_has_a_status(
     def refuses(*_: Any) -> None:
         raise RequestError("refused")
 
-    monkeypatch.setattr(boundary, "check_fields", refuses)
+    monkeypatch.setattr(openai_responses, "check_fields", refuses)
     http = SimpleNamespace(state=SimpleNamespace())
     _keep_made(serving(), "resp_a", "a", SimpleNamespace(background=False), raw_request=http)
     with pytest.raises(RequestError):

@@ -1,0 +1,75 @@
+"""Ollama's routes: refusals, the text of streams, and options with their meanings.
+
+Why: SGLang catches no refusal on these routes, leaves out the text that comes with a stream's end, and passes
+options on under names that its sampling parameters do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.boundary.wording import as_sent
+from adaserve.patches import hook
+from adaserve.patches.boundary import STARTED, refusal
+from adaserve.patches.stream_starts import start
+
+
+def register() -> None:
+    ollama = "sglang.srt.entrypoints.ollama.serving.OllamaServing"
+    for answer in ("_generate_chat_response", "_generate_generate_response"):
+        hook(f"{ollama}.{answer}", _ollama, HookType.AROUND)
+    for answer in ("_stream_chat_response", "_stream_generate_response"):
+        hook(f"{ollama}.{answer}", _ollama_stream, HookType.AROUND)
+    hook(f"{ollama}._convert_options_to_sampling_params", _ollama_options, HookType.AFTER)
+
+
+async def _ollama(
+    original: Callable[..., Awaitable[Any]], self: Any, obj: Any, request: Any, *rest: Any
+) -> Any:
+    try:
+        return await original(self, obj, request, *rest)
+    except ValueError as error:
+        return _ollama_refusal(obj, error)
+
+
+def _ollama_refusal(obj: Any, error: ValueError) -> Any:
+    prompt = "messages" if obj.text is None else "prompt"
+    return refusal(as_sent(str(error), (), ("num_predict", "seed", prompt)))
+
+
+async def _ollama_stream(
+    original: Callable[..., Awaitable[Any]], self: Any, obj: Any, request: Any, *rest: Any
+) -> Any:
+    manager = self.tokenizer_manager
+    try:
+        await start(manager, obj, request)
+    except ValueError as error:
+        return _ollama_refusal(obj, error)
+    outputs = _text_before_the_end(vars(obj)[STARTED], not manager.incremental_streaming_output)
+    setattr(obj, STARTED, outputs)
+    return await original(self, obj, request, *rest)
+
+
+async def _text_before_the_end(outputs: AsyncIterator[Any], repeated: bool) -> AsyncIterator[Any]:
+    """What SGLang's streams for Ollama are made of. They leave the text of the last output out, and take each
+    output for all of the text so far. ``repeated``: whether it is, rather than what is new."""
+    text = ""
+    async with aclosing(outputs):  # type: ignore[type-var]
+        async for out in outputs:
+            text = out.get("text", "") if repeated else text + out.get("text", "")
+            if out["meta_info"].get("finish_reason") is not None:
+                yield {**out, "text": text, "meta_info": {**out["meta_info"], "finish_reason": None}}
+            yield {**out, "text": text}
+
+
+def _ollama_options(params: dict[str, Any], self: Any, options: Any = None) -> None:
+    """SGLang passes on what its sampling parameters call otherwise: a ``seed``, and the
+    ``num_predict`` of -1 or -2, which is as many tokens as fit."""
+    if "seed" in params:
+        params["sampling_seed"] = params.pop("seed")
+    if params.get("max_new_tokens") in (-1, -2):
+        params["max_new_tokens"] = None
