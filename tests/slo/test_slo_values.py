@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from adaserve.slo.classes import SLO, SLOClass, SLOConfig, SLOError, SLOLimits
@@ -296,6 +296,17 @@ def test_an_unknown_header_is_refused_with_the_nearest(name: str, nearest: str) 
         ask({name: "50"})
 
 
+@pytest.mark.parametrize(
+    ("headers", "body"), [({"x-slo-class": "custom"}, {}), ({}, {"slo_class": "custom"})]
+)
+def test_the_class_of_milliseconds_needs_some(headers: dict[str, str], body: dict[str, Any]) -> None:
+    """Without an SLO the answer would count as one that met it."""
+    with pytest.raises(SLOError, match=r"^class 'custom' is .* states none: send x-slo-tpot-ms, or name"):
+        ask(headers, body)
+    for value in ({"x-slo-tpot-ms": "40"}, {"x-slo-ttft-ms": "400"}):
+        assert ask(headers | value, body).slo_class == "custom"
+
+
 def test_other_headers_are_left_alone() -> None:
     others = ("x-slot", "x-sgl-request-id", "x-llm-d-inference-objective", "x-slog-level", "x-sgl-slow")
     assert ask(dict.fromkeys(others, "50")).slo_class == "default"
@@ -379,6 +390,7 @@ def test_what_reaches_the_scheduler_is_what_was_resolved(
     name: str | None, tpot: float | None, ttft: float | None
 ) -> None:
     """Between processes nothing is rounded, and nothing of what the client wrote is read again."""
+    assume(name != "custom" or tpot is not None or ttft is not None)
     body = {"slo_class": name, "slo_tpot_ms": tpot, "slo_ttft_ms": ttft, "my_processor": 7}
     asked = resolve({}, body, CONFIG)
     params = asked.in_params(body)
