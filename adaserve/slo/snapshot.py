@@ -50,7 +50,7 @@ class ClassSnapshot(msgspec.Struct):
     attained: int
     failed: int
     attainment: float | None
-    attainment_tpot: float | None
+    attainment_tpot: float | None  # of the requests that have an SLO for it, as the next one
     attainment_ttft: float | None
     tpot_mean_ms: float | None
     tpot_p50_ms: float | None
@@ -276,8 +276,8 @@ def _class(
         attained=c.met,
         failed=c.failed,
         attainment=_share(c.met, c.requests),
-        attainment_tpot=_share(c.met_tpot, c.requests),
-        attainment_ttft=_share(c.met_ttft, c.requests),
+        attainment_tpot=_share(c.met_tpot, c.asked_tpot),
+        attainment_ttft=_share(c.met_ttft, c.asked_ttft),
         tpot_mean_ms=None if mean_s is None else mean_s * 1e3,
         tpot_p50_ms=tpot_p50,
         tpot_p99_ms=tpot_p99,

@@ -40,6 +40,9 @@ class ClassCounts(msgspec.Struct):
 
     requests: int = 0
     met: int = 0
+    # Of each objective only those that have it: others would count as met.
+    asked_tpot: int = 0
+    asked_ttft: int = 0
     met_tpot: int = 0
     met_ttft: int = 0
     failed: int = 0
@@ -55,8 +58,12 @@ class ClassCounts(msgspec.Struct):
     def count(self, request: FinishedRequest) -> None:
         self.requests += 1
         self.met += request.met
-        self.met_tpot += request.met_tpot
-        self.met_ttft += request.met_ttft
+        if math.isfinite(request.slo.tpot_s):
+            self.asked_tpot += 1
+            self.met_tpot += request.met_tpot
+        if math.isfinite(request.slo.ttft_s):
+            self.asked_ttft += 1
+            self.met_ttft += request.met_ttft
         self.failed += request.failed
         self.tokens += request.output_tokens
         self.good_tokens += request.output_tokens if request.met else 0

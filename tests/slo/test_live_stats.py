@@ -39,7 +39,8 @@ class Clock:
 
 def request(**values: Any) -> FinishedRequest:
     """40 tokens at 20 ms against an SLO of 30 ms, unless told otherwise."""
-    slo = SLO(values.pop("slo_class", "coding"), 0.030, values.pop("ttft_slo_s", math.inf))
+    tpot_slo_s, ttft_slo_s = values.pop("tpot_slo_s", 0.030), values.pop("ttft_slo_s", math.inf)
+    slo = SLO(values.pop("slo_class", "coding"), tpot_slo_s, ttft_slo_s)
     defaults: dict[str, Any] = {"slo": slo, "ttft_s": 0.1, "tpot_s": 0.020, "output_tokens": 40}
     return FinishedRequest(**(defaults | values))
 
@@ -356,6 +357,20 @@ def test_reasons(values: dict[str, Any], says: str) -> None:
 def test_ratio_bins_are_narrow() -> None:
     for ratio in (0.06, 0.5, 0.97, 1.0, 1.3, 17.0):
         assert bin_centre(log_bin(ratio)) == pytest.approx(ratio, rel=0.016)
+
+
+def test_an_objective_is_judged_by_the_requests_that_have_it() -> None:
+    """As Prometheus counts it. A request without a TTFT SLO has not met one."""
+    s, _ = stats()
+    for ttft_s in (0.1, 0.9):
+        s.finish(request(slo_class="custom", tpot_slo_s=math.inf, ttft_s=ttft_s, ttft_slo_s=0.8))
+    s.finish(request(slo_class="custom", tpot_s=0.050))
+    s.finish(request(slo_class="coding"))
+    shown = {c.name: c for c in build_snapshot([s.state()]).classes}
+    custom, coding = shown["custom"], shown["coding"]
+    assert (custom.attainment_ttft, custom.attainment_tpot) == (0.5, 0.0)
+    assert custom.attainment == pytest.approx(1 / 3)
+    assert (coding.attainment_ttft, coding.attainment_tpot) == (None, 1.0)
 
 
 def test_iterations_are_published_a_few_at_a_time() -> None:
