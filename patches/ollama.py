@@ -38,7 +38,7 @@ async def _ollama(
 
 def _ollama_refusal(obj: Any, error: ValueError) -> Any:
     prompt = "messages" if obj.text is None else "prompt"
-    return refusal(as_sent(str(error), (), ("num_predict", "seed", prompt)))
+    return refusal(as_sent(str(error), (), ("num_predict", "seed", "repeat_penalty", prompt)))
 
 
 async def _ollama_stream(
@@ -68,7 +68,13 @@ async def _text_before_the_end(outputs: AsyncIterator[Any], repeated: bool) -> A
 
 def _ollama_options(params: dict[str, Any], self: Any, options: Any = None) -> None:
     """SGLang passes on what its sampling parameters call otherwise: a ``seed``, and the
-    ``num_predict`` of -1 or -2, which is as many tokens as fit."""
+    ``num_predict`` of -1 or -2, which is as many tokens as fit. It leaves out what it could pass on. Its
+    penalty looks at all of the text, Ollama's at the last ``repeat_last_n`` tokens: none of them with 0."""
+    options = options or {}
+    if "min_p" in options:
+        params["min_p"] = options["min_p"]
+    if "repeat_penalty" in options and options.get("repeat_last_n") != 0:
+        params["repetition_penalty"] = options["repeat_penalty"]
     if "seed" in params:
         params["sampling_seed"] = params.pop("seed")
     if params.get("max_new_tokens") in (-1, -2):

@@ -75,6 +75,9 @@ _ROUTES = {
 }
 """Route -> field that it ignores -> what to use."""
 
+_DRAWS = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}
+"""Ways to draw tokens among Ollama's options, which SGLang leaves out -> the value that asks for nothing."""
+
 _LENGTHS = ("max_new_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict")
 _NAMES = {
     "min_new_tokens": "min_tokens", "sampling_seed": "seed", "return_logprob": "logprobs",
@@ -150,8 +153,9 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
         _require_parameters(body)
     if path in _CHATS:
         _require_objects(body.get("response_format"))
-    if path == "/api/chat":
+    if path in ("/api/chat", "/api/generate"):
         _require_no_images(body.get("messages"))
+        _require_served_draws(body.get("options"))
     best, n = body.get("best_of", 1), body.get("n") or 1
     if is_integer(best) and is_integer(n) and best > max(n, 1):
         raise RequestError("best_of is not served: ask for several answers with n, and choose one yourself")
@@ -172,6 +176,12 @@ def _require_no_images(messages: Any) -> None:
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, Mapping) and message.get("images"):
             raise RequestError(f"messages[{i}].images is not served: {_IMAGES}")
+
+
+def _require_served_draws(options: Any) -> None:
+    for name, off in _DRAWS.items() if isinstance(options, Mapping) else ():
+        if (value := options.get(name)) and value != off:
+            raise RequestError(f"options.{name} is not served: use temperature, top_k, top_p or min_p")
 
 
 def _require_parameters(body: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ _NAMES = {
     "max_completion_tokens": _MOST,  # SGLang says so of the older name, too
     "min_new_tokens": ("min_tokens",),
     "sampling_seed": ("seed",),
+    "repetition_penalty": ("repetition_penalty", "repeat_penalty"),
     "top_logprobs_num": ("top_logprobs", "logprobs"),
     "stop": ("stop", "stop_sequences"),
     "json_schema": ("json_schema", "response_format", "text", "output_config", "tools"),

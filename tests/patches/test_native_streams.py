@@ -139,6 +139,8 @@ def test_a_stream_for_ollama_holds_the_whole_text(incremental: bool, route: str)
         ({"seed": "x"}, "seed must be an integer from"),
         ({"temperature": "hot"}, "temperature must be a number from 0 to 1000, got 'hot'"),
         ({"stop": 5}, "stop must be"),
+        ({"min_p": 2}, "min_p must be a number from 0 to 1, got 2"),
+        ({"repeat_penalty": 5}, "repeat_penalty must be a number from 0.01 to 2, got 5"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -152,7 +154,7 @@ def test_ollamas_options_are_refused_by_their_own_names(
     manager = SimpleNamespace(incremental_streaming_output=False, generate_request=generate)
     serving = OllamaServing(manager)
     params = serving._convert_options_to_sampling_params(options)
-    _ollama_options(params, serving)
+    _ollama_options(params, serving, options)
     obj = GenerateReqInput(text="a", sampling_params=params, stream=stream)
     hook, kind = (_ollama_stream, "stream") if stream else (_ollama, "generate")
     original = getattr(OllamaServing, f"_{kind}_generate_response")
@@ -175,3 +177,22 @@ def test_ollamas_options_have_their_own_meanings(asked: int, tokens: int | None)
     params = {"max_new_tokens": asked, "seed": 5}
     _ollama_options(params, None)
     assert params == {"max_new_tokens": tokens, "sampling_seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("options", "passed"),
+    [
+        ({"min_p": 0.1, "repeat_penalty": 1.3}, {"min_p": 0.1, "repetition_penalty": 1.3}),
+        ({"repeat_penalty": 1.3, "repeat_last_n": 64}, {"repetition_penalty": 1.3}),
+        ({"repeat_penalty": 1.3, "repeat_last_n": 0}, {}),
+        ({"num_ctx": 4096}, {}),
+        (None, {}),
+    ],
+)
+def test_ollamas_options_that_sglang_leaves_out_are_passed_on(
+    options: dict[str, Any] | None, passed: dict[str, Any]
+) -> None:
+    params = OllamaServing(None)._convert_options_to_sampling_params(options)
+    before = dict(params)
+    _ollama_options(params, None, options)
+    assert params == before | passed

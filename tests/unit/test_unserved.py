@@ -66,6 +66,8 @@ SCHEMA = {"type": "object"}
         ("/api/chat", {"tools": [{"type": "function"}]}, "tools is not served: use tools of /v1/chat"),
         ("/api/chat", {"messages": [5, {"images": ["AAAA"]}]}, "messages[1].images is not served: use"),
         ("/api/generate", {"images": ["AAAA"]}, "images is not served: use image_url of"),
+        ("/api/chat", {"options": {"mirostat": 1}}, "options.mirostat is not served: use temperature"),
+        ("/api/generate", {"options": {"typical_p": 0.5}}, "options.typical_p is not served: use temp"),
         (CHAT, {"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens must be at least 1"),
         ("/api/generate", {"context": [5, 6]}, "context is not served: put all of the text into prompt"),
     ],
@@ -163,6 +165,8 @@ def test_wishes_are_served_where_they_are_read(path: str, name: str) -> None:
         (VERTEX, {"instances": [{"text": "a", "id": 5, "stream": None}], "parameters": {"stream": True}}),
         (VERTEX, {"instances": 5}),  # for the route to judge
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": []}], "tools": []}),
+        ("/api/chat", {"options": {"mirostat": 0, "typical_p": 1.0, "tfs_z": None, "num_ctx": 4096}}),
+        ("/api/chat", {"options": 5}),  # for the route to judge
         ("/api/generate", {"images": None, "suffix": "b", "raw": True, "system": "a", "keep_alive": 0}),
     ],
 )  # fmt: skip
