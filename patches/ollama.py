@@ -1,11 +1,13 @@
-"""Ollama's routes: refusals, the text of streams, and options with their meanings.
+"""Ollama's routes: refusals, the ends of answers, and options with their meanings.
 
-Why: SGLang catches no refusal on these routes, leaves out the text that comes with a stream's end, and passes
-options on under names that its sampling parameters do not have.
+Why: SGLang catches no refusal on these routes, says of all answers that they ended by themselves, leaves out
+the text that comes with a stream's end, and passes options on under names that its sampling parameters do not
+have.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -31,9 +33,12 @@ async def _ollama(
     original: Callable[..., Awaitable[Any]], self: Any, obj: Any, request: Any, *rest: Any
 ) -> Any:
     try:
-        return await original(self, obj, request, *rest)
+        output = await start(self.tokenizer_manager, obj, request)
     except ValueError as error:
         return _ollama_refusal(obj, error)
+    answer = await original(self, obj, request, *rest)
+    answer.done_reason = _why_done(output)
+    return answer
 
 
 def _ollama_refusal(obj: Any, error: ValueError) -> Any:
@@ -41,29 +46,55 @@ def _ollama_refusal(obj: Any, error: ValueError) -> Any:
     return refusal(as_sent(str(error), (), ("num_predict", "seed", "repeat_penalty", prompt)))
 
 
+def _why_done(output: Any) -> str:
+    """Of the last output: SGLang says ``stop`` of an answer that was cut, too."""
+    return "length" if output["meta_info"]["finish_reason"]["type"] == "length" else "stop"
+
+
 async def _ollama_stream(
     original: Callable[..., Awaitable[Any]], self: Any, obj: Any, request: Any, *rest: Any
 ) -> Any:
-    manager = self.tokenizer_manager
+    manager, last = self.tokenizer_manager, dict[str, Any]()
     try:
         await start(manager, obj, request)
     except ValueError as error:
         return _ollama_refusal(obj, error)
-    outputs = _text_before_the_end(vars(obj)[STARTED], not manager.incremental_streaming_output)
+    outputs = _text_before_the_end(vars(obj)[STARTED], not manager.incremental_streaming_output, last)
     setattr(obj, STARTED, outputs)
-    return await original(self, obj, request, *rest)
+    response = await original(self, obj, request, *rest)
+    response.body_iterator = _with_the_end(response.body_iterator, last)
+    return response
 
 
-async def _text_before_the_end(outputs: AsyncIterator[Any], repeated: bool) -> AsyncIterator[Any]:
+async def _text_before_the_end(
+    outputs: AsyncIterator[Any], repeated: bool, last: dict[str, Any]
+) -> AsyncIterator[Any]:
     """What SGLang's streams for Ollama are made of. They leave the text of the last output out, and take each
-    output for all of the text so far. ``repeated``: whether it is, rather than what is new."""
+    output for all of the text so far. ``repeated``: whether it is, rather than what is new. ``last`` becomes
+    the last output."""
     text = ""
     async with aclosing(outputs):  # type: ignore[type-var]
         async for out in outputs:
             text = out.get("text", "") if repeated else text + out.get("text", "")
             if out["meta_info"].get("finish_reason") is not None:
                 yield {**out, "text": text, "meta_info": {**out["meta_info"], "finish_reason": None}}
+                last.update(out)
             yield {**out, "text": text}
+
+
+async def _with_the_end(lines: AsyncIterator[bytes], last: dict[str, Any]) -> AsyncIterator[bytes]:
+    """The last line also says why the stream ended, and counts tokens, as that of a whole answer does."""
+    async for line in lines:
+        if not last:
+            yield line
+            continue
+        counts = last["meta_info"]
+        end = {
+            "done_reason": _why_done(last),
+            "prompt_eval_count": counts.get("prompt_tokens"),
+            "eval_count": counts.get("completion_tokens"),
+        }
+        yield json.dumps(json.loads(line) | end).encode() + b"\n"
 
 
 def _ollama_options(params: dict[str, Any], self: Any, options: Any = None) -> None:

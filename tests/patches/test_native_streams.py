@@ -117,7 +117,8 @@ def test_a_stream_for_ollama_holds_the_whole_text(incremental: bool, route: str)
         for i, part in enumerate(parts):
             reason = {"type": "length"} if i == len(parts) - 1 else None
             text = part if incremental else "".join(parts[: i + 1])
-            yield {"text": text, "meta_info": {"finish_reason": reason}}
+            counts = {"prompt_tokens": 5, "completion_tokens": i + 1}
+            yield {"text": text, "meta_info": {"finish_reason": reason, **counts}}
 
     manager = SimpleNamespace(incremental_streaming_output=incremental, generate_request=generate)
     original = getattr(OllamaServing, f"_stream_{route}_response")
@@ -130,6 +131,27 @@ def test_a_stream_for_ollama_holds_the_whole_text(incremental: bool, route: str)
     events = asyncio.run(streamed())
     texts = [e["message"]["content"] if route == "chat" else e["response"] for e in events]
     assert texts == [*parts, ""] and [e["done"] for e in events] == [False, False, False, True]
+    assert [e["done_reason"] for e in events] == [None, None, None, "length"], "it was cut"
+    assert (events[-1]["prompt_eval_count"], events[-1]["eval_count"]) == (5, 3)
+
+
+@pytest.mark.parametrize(("end", "reason"), [("length", "length"), ("stop", "stop"), ("abort", "stop")])
+@pytest.mark.parametrize("route", ["chat", "generate"])
+def test_an_answer_for_ollama_says_whether_it_was_cut(route: str, end: str, reason: str) -> None:
+    """SGLang says of every answer that it ended by itself."""
+
+    async def generate(obj: Any, _: Any) -> Any:
+        if (outputs := vars(obj).pop(STARTED, None)) is not None:
+            async for out in outputs:
+                yield out
+            return
+        yield {"text": "a", "meta_info": {"finish_reason": {"type": end}}}
+
+    manager = SimpleNamespace(generate_request=generate)
+    original = getattr(OllamaServing, f"_generate_{route}_response")
+    made = GenerateReqInput(text="a")
+    answer = asyncio.run(_ollama(original, OllamaServing(manager), made, None, "m"))
+    assert answer.done_reason == reason
 
 
 @pytest.mark.parametrize(
@@ -164,11 +186,13 @@ def test_ollamas_options_are_refused_by_their_own_names(
 
 @pytest.mark.parametrize("prompt", ["messages", "prompt"])
 def test_ollamas_prompt_is_refused_by_its_own_name(prompt: str) -> None:
-    async def original(*_: Any) -> Any:
+    async def generate(*_: Any) -> Any:
         raise RequestError("input_ids holds nothing" if prompt == "messages" else "text holds nothing")
+        yield
 
+    serving = SimpleNamespace(tokenizer_manager=SimpleNamespace(generate_request=generate))
     obj = GenerateReqInput(**({"input_ids": [1]} if prompt == "messages" else {"text": "a"}))
-    response = asyncio.run(_ollama(original, None, obj, None))
+    response = asyncio.run(_ollama(None, serving, obj, None))  # type: ignore[arg-type]
     assert json.loads(response.body)["error"]["message"] == f"{prompt} holds nothing"
 
 
