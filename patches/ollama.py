@@ -32,13 +32,21 @@ def register() -> None:
 async def _ollama(
     original: Callable[..., Awaitable[Any]], self: Any, obj: Any, request: Any, *rest: Any
 ) -> Any:
+    last = dict[str, Any]()
     try:
-        output = await start(self.tokenizer_manager, obj, request)
+        setattr(obj, STARTED, _noted(self.tokenizer_manager.generate_request(obj, request), last))
+        answer = await original(self, obj, request, *rest)
     except ValueError as error:
         return _ollama_refusal(obj, error)
-    answer = await original(self, obj, request, *rest)
-    answer.done_reason = _why_done(output)
+    answer.done_reason = _why_done(last)
     return answer
+
+
+async def _noted(outputs: AsyncIterator[Any], last: dict[str, Any]) -> AsyncIterator[Any]:
+    """Runs when SGLang asks for it, which measures how long that takes. ``last`` becomes the last output."""
+    async for out in outputs:
+        last.update(out)
+        yield out
 
 
 def _ollama_refusal(obj: Any, error: ValueError) -> Any:

@@ -26,9 +26,8 @@ def register() -> None:
     hook(messages, _messages_stream, HookType.AROUND)
 
 
-async def start(manager: Any, obj: Any, request: Any) -> Any:
-    """Runs a request up to its first output, and returns that. Raises ValueError or HTTPException when it is
-    refused."""
+async def start(manager: Any, obj: Any, request: Any) -> None:
+    """Runs a request up to its first output. Raises ValueError or HTTPException when it is refused."""
     outputs = manager.generate_request(obj, request)
     first = await anext(outputs)
     try:
@@ -46,7 +45,6 @@ async def start(manager: Any, obj: Any, request: Any) -> Any:
             await outputs.aclose()
 
     setattr(obj, STARTED, all_of_it())
-    return first
 
 
 def _raise_refusal(output: Any) -> None:

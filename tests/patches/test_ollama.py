@@ -58,6 +58,7 @@ def test_an_answer_for_ollama_says_whether_it_was_cut(route: str, end: str, reas
             async for out in outputs:
                 yield out
             return
+        await asyncio.sleep(0.05)
         yield {"text": "a", "meta_info": {"finish_reason": {"type": end}}}
 
     manager = SimpleNamespace(generate_request=generate)
@@ -65,6 +66,7 @@ def test_an_answer_for_ollama_says_whether_it_was_cut(route: str, end: str, reas
     made = GenerateReqInput(text="a")
     answer = asyncio.run(_ollama(original, OllamaServing(manager), made, None, "m"))
     assert answer.done_reason == reason
+    assert answer.total_duration > 25_000_000, "nanoseconds, with the 50 ms that it took"
 
 
 @pytest.mark.parametrize(
@@ -99,13 +101,12 @@ def test_ollamas_options_are_refused_by_their_own_names(
 
 @pytest.mark.parametrize("prompt", ["messages", "prompt"])
 def test_ollamas_prompt_is_refused_by_its_own_name(prompt: str) -> None:
-    async def generate(*_: Any) -> Any:
+    def generate(*_: Any) -> Any:
         raise RequestError("input_ids holds nothing" if prompt == "messages" else "text holds nothing")
-        yield
 
-    serving = SimpleNamespace(tokenizer_manager=SimpleNamespace(generate_request=generate))
+    serving = OllamaServing(SimpleNamespace(generate_request=generate))
     obj = GenerateReqInput(**({"input_ids": [1]} if prompt == "messages" else {"text": "a"}))
-    response = asyncio.run(_ollama(None, serving, obj, None))  # type: ignore[arg-type]
+    response = asyncio.run(_ollama(OllamaServing._generate_chat_response, serving, obj, None, "m"))
     assert json.loads(response.body)["error"]["message"] == f"{prompt} holds nothing"
 
 
