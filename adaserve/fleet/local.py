@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -267,21 +266,28 @@ class Fleet:
     def repair(self, say: Callable[[str], None]) -> None:
         """Starts again what is dead: the router first, without which nobody is served. It finds replicas by
         itself. Keeps logs from filling the disk. Raises ServerError."""
-        starts: list[Callable[[Callable[[str], None]], None]] = [self._start_router]
-        starts += [partial(self._start, i) for i in range(len(self.replicas))]
-        for i, (process, start) in enumerate(zip((self.router, *self.replicas), starts, strict=True)):
-            if process.alive:
-                _limit(process.log)
-                continue
-            what = f"replica {i}" if i else "the router"
-            if time.monotonic() - self._started_s[i] < LEAST_LIFE_S:
-                raise ServerError(
-                    f"{what} ended soon after its start:\n{process.why()}\n(full log: {process.log})"
-                )
-            say(f"{what} ended; starting it again. {_kept(process.log)}")
-            process.stop()
-            start(lambda _: None)
-            say(f"{what} answers again")
+        for i in range(1 + len(self.replicas)):
+            self._repair(i, say)
+
+    def _repair(self, i: int, say: Callable[[str], None]) -> None:
+        """Of the router, 0, or of a replica."""
+        process = self.replicas[i - 1] if i else self.router
+        if process.alive:
+            _limit(process.log)
+            return
+        what = f"replica {i}" if i else "the router"
+        if time.monotonic() - self._started_s[i] < LEAST_LIFE_S:
+            raise ServerError(
+                f"{what} ended soon after its start:\n{process.why()}\n(full log: {process.log})"
+            )
+        say(f"{what} ended; starting it again. {_kept(process.log)}")
+        process.stop()
+        if i:
+            # That takes a minute, in which the router may die as well.
+            self._start(i - 1, lambda _: self._repair(0, say))
+        else:
+            self._start_router(lambda _: None)
+        say(f"{what} answers again")
 
     def down(self, grace_s: float = GRACE_S) -> None:
         """The router takes no more requests and waits for those in flight; then the replicas are stopped."""

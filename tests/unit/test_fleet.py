@@ -307,6 +307,39 @@ def test_what_dies_is_started_again_wherever_its_log_is(
     ]
 
 
+@pytest.mark.usefixtures("installed")
+def test_a_router_that_dies_while_a_replica_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other replicas could serve meanwhile, for a minute or more."""
+    monkeypatch.setattr(local, "LEAST_LIFE_S", 0.0)
+    monkeypatch.setattr(local, "_settled_baseline_ms", lambda replica: 10.0)
+    idle = ("import time; time.sleep(600)",)
+    fleet = Fleet([Script(free_port(), idle)], RouterSpec(()), tmp_path)
+    fleet.router.spec = Script(free_port(), idle)
+    said: list[str] = []
+
+    def await_health(process: ServerProcess, waiting: Callable[[float], None], limit_s: float) -> None:
+        if process is fleet.replicas[0] and said:
+            psutil.Process(fleet.router.pid).kill()
+            psutil.wait_procs([psutil.Process(fleet.router.pid)])
+            waiting(0.0)
+            assert fleet.router.alive
+
+    monkeypatch.setattr(ServerProcess, "_await_health", await_health)
+    try:
+        fleet._start(0, print)
+        fleet._start_router(print)
+        psutil.Process(fleet.replicas[0].pid).kill()
+        psutil.wait_procs([psutil.Process(fleet.replicas[0].pid)])
+        fleet.repair(said.append)
+    finally:
+        fleet.down(0.0)
+    assert [text.partition(";")[0] for text in said] == [
+        "replica 1 ended", "the router ended", "the router answers again", "replica 1 answers again",
+    ]  # fmt: skip
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.usefixtures("at_once")
 def test_a_full_disk_is_no_reason_not_to_start() -> None:
