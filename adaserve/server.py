@@ -262,6 +262,7 @@ class ServerProcess:
         self._env = {**spec.environment(), **(env or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0  # epoch
+        self._leaves = set[Path](), set[Path]()  # shared memory, and counters, of one that was up
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -293,6 +294,7 @@ class ServerProcess:
             )
         try:
             self._await_health(waiting, limit_s)
+            self._leaves = self._mapped()  # nobody can say so any more once it is killed
         except BaseException:
             self.stop()
             raise
@@ -357,8 +359,8 @@ class ServerProcess:
         if process is None:
             return
         members = family(process.pid)
-        pids = [process.pid, *(p.pid for p in members)]
-        shared, folders = set().union(*map(shared_memory, pids)), set().union(*map(metrics_folders, pids))
+        leaves = zip(self._leaves, self._mapped(), strict=True)
+        shared, folders = (before | now for before, now in leaves)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         psutil.wait_procs(members, timeout=patience_s)
@@ -370,7 +372,12 @@ class ServerProcess:
         process.wait()
         remove(left_behind(shared, self._started_s))
         remove_folders(folders - {told_counters(self._env)})
-        self._process = None
+        self._process, self._leaves = None, (set(), set())
+
+    def _mapped(self) -> tuple[set[Path], set[Path]]:
+        """Shared memory, and folders of counters, that its processes use."""
+        pids = [self.pid, *(p.pid for p in family(self.pid))]
+        return set().union(*map(shared_memory, pids)), set().union(*map(metrics_folders, pids))
 
     @property
     def alive(self) -> bool:

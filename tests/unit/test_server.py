@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -111,6 +112,31 @@ def test_counters_are_not_left_behind(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(KeyboardInterrupt):
             ServerProcess(Sharing(str(counters), "draft", port=free_port()), log, told).start(interrupt)
         assert counters.parent.exists() == bool(told), "one that it was told of others may use as well"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_a_server_that_is_killed_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fleet goes on for weeks and starts its replicas again, also where the host has too little memory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    counters, log = tmp_path / "tmpab_12cd4" / "counter_1.db", tmp_path / "server.log"
+    counters.parent.mkdir()
+    counters.touch()
+    server = ServerProcess(Sharing(str(counters), "draft", port=free_port()), log)
+
+    def shared(waiting: object, limit_s: float) -> None:
+        while "shared " not in log.read_text():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(server, "_await_health", shared)
+    server.start()
+    os.kill(server.pid, signal.SIGKILL)
+    while server.alive:
+        time.sleep(0.01)
+    assert counters.exists()
+    server.stop()
+    assert not counters.parent.exists()
 
 
 class Ending(ServerSpec):
