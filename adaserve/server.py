@@ -304,7 +304,9 @@ class ServerProcess:
         start_s = time.monotonic()
         while (waited_s := time.monotonic() - start_s) < limit_s:
             if self._process.poll() is not None:
-                raise ServerError(f"the server ended while it started:\n{self.why()}\n(full log: {self.log})")
+                raise ServerError(
+                    f"the server {self.how} while it started:\n{self.why()}\n(full log: {self.log})"
+                )
             if _BIND_ERROR in self._logged():
                 # SGLang stays up without its HTTP server.
                 raise ServerError(
@@ -320,6 +322,12 @@ class ServerProcess:
             time.sleep(0.25)
         self._say_where()
         raise ServerError(f"the server did not answer within {limit_s:.0f} s; see {self.log}")
+
+    @property
+    def how(self) -> str:
+        """How it ended, where its log cannot know."""
+        killed = self._process is not None and self._process.poll() == -signal.SIGKILL
+        return "was killed by SIGKILL, as where the host has no memory left" if killed else "ended"
 
     def why(self) -> str:
         """The lines of the log that best explain what went wrong."""

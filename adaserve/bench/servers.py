@@ -45,7 +45,7 @@ def running(
     except httpx.HTTPError as error:
         if not asked(server, error):
             raise
-        why = why_no_answer(error) if server.alive else f"it ended:\n{server.why()}\n"
+        why = why_no_answer(error) if server.alive else f"it {server.how}:\n{server.why()}\n"
         raise ServerError(f"the server does not answer: {why} (full log: {log})") from error
     finally:
         with console.status("stopping the server"):

@@ -243,7 +243,7 @@ class Fleet:
         while (ready := self.healthy()) < len(self.replicas):
             say(f"the router knows {ready} of {len(self.replicas)} replicas")
             if not self.router.alive:
-                raise ServerError(f"the router ended while it started:\n{self.router.why()}")
+                raise ServerError(f"the router {self.router.how} while it started:\n{self.router.why()}")
             if time.monotonic() > end_s:
                 raise ServerError(f"the router does not send to all replicas; see {self.router.log}")
             time.sleep(_POLL_S)
@@ -278,9 +278,9 @@ class Fleet:
         what = f"replica {i}" if i else "the router"
         if time.monotonic() - self._started_s[i] < LEAST_LIFE_S:
             raise ServerError(
-                f"{what} ended soon after its start:\n{process.why()}\n(full log: {process.log})"
+                f"{what} {process.how} soon after its start:\n{process.why()}\n(full log: {process.log})"
             )
-        say(f"{what} ended; starting it again. {_kept(process.log)}")
+        say(f"{what} {process.how}; starting it again. {_kept(process.log)}")
         process.stop()
         if i:
             # That takes a minute, in which the router may die as well.
@@ -303,7 +303,7 @@ def _kept(log: Path) -> str:
         log.replace(kept)
     except OSError as error:
         return f"Its log {log} can't be kept: {error.strerror}"
-    return f"Why it ended: {kept}"
+    return f"Its log until then: {kept}"
 
 
 def _limit(log: Path) -> None:
