@@ -33,6 +33,8 @@ def end_children(pid: int) -> None:
     started_s, children = process.create_time(), process.children(recursive=True)
     members = [pid, *(p.pid for p in children)]
     shared, folders = set().union(*map(shared_memory, members)), set().union(*map(metrics_folders, members))
+    # A scheduler that refuses a model has ended by now, and nobody else had counters yet.
+    folders |= {told_counters(os.environ)} - {told_counters(_AT_FIRST), Path()}
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()

@@ -84,6 +84,22 @@ def test_a_server_that_ends_leaves_no_counters(folder: str, stays: bool, tmp_pat
     assert counters.parent.exists() == stays
 
 
+def test_a_server_that_is_refused_leaves_no_counters(tmp_path: Path) -> None:
+    """Those of a scheduler that has ended: no process has them mapped any more."""
+    (tmp_path / "starting.py").write_text(
+        "import os, sys; os.environ['PROMETHEUS_MULTIPROC_DIR'] = sys.argv[1]; raise ValueError"
+    )
+    counters = tmp_path / "tmpab_12cd4" / "counter_1.db"
+    counters.parent.mkdir()
+    counters.touch()
+    command = [sys.executable, "-m", "adaserve.launch", "starting", str(counters.parent)]
+    told = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(counters.parent)}
+    subprocess.run(command, cwd=tmp_path, env=told, timeout=60, check=False)
+    assert counters.exists(), "others may use it"
+    subprocess.run(command, cwd=tmp_path, timeout=60, check=False)
+    assert not counters.parent.exists()
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_a_model_in_shared_memory_outlives_the_server(tmp_path: Path) -> None:
     """People keep models there, since they load fast; whoever reads one has its file mapped."""
