@@ -362,6 +362,11 @@ class AdaServeConfig(Checked):
         return AUTO_WINDOWS if self.draft_window == "auto" else (self.draft_window,)
 
     @property
+    def leaves_window(self) -> bool:
+        """Whether the policy should choose the window, and can't: it would have drafts read everything."""
+        return self.draft_window == "auto" and self.policy not in ("priced", "none")
+
+    @property
     def draft_models(self) -> int:
         """How many models draft; the target counts where it drafts for itself."""
         return self.has_self if not self.has_model else 1 if self.second_draft is None else 2

@@ -66,7 +66,7 @@ def _of_drafts(args: Any, config: AdaServeConfig) -> Refusals:
         "Medusa heads are not shared between ranks: use --tp-size 1",
     )
     yield (
-        config.draft_window == "auto" and config.policy not in ("priced", "none"),
+        config.leaves_window,
         f"the policy {config.policy} chooses no draft window, so drafts would read everything: give "
         "--draft-window a number of recent tokens, or use --policy priced",
     )

@@ -51,6 +51,8 @@ class ServedPolicies:
             known = ", ".join(self._windows) or "none"
             raise ValueError(f"drafts cannot read a window of {shown(window)} here: known are {known}")
         config = self._config.changed(policy=name, **({"draft_window": window} if at else {}))
+        if config.has_self and config.leaves_window:
+            raise ValueError(f"{name} chooses no draft window: give one, as in {name}@{self._windows[1]}")
         # If the draft cannot be stopped early, the planned depth itself must pay.
         early_stop, least_gain = self._device.stops_early, self._device.least_gain
         settings = config.for_policies(costs=self._costs, early_stop=early_stop, least_gain=least_gain)

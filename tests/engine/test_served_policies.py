@@ -46,6 +46,17 @@ def test_windows_are_offered_where_drafts_can_read_them() -> None:
             policies.get(name)
 
 
+def test_a_target_that_drafts_never_reads_everything_for_it() -> None:
+    """Which policies that choose no window would have it do, where the server leaves that to the policy."""
+    own = served(drafts="self", draft_window="auto")
+    for name in ("none", "priced", "adaserve@64"):
+        assert own.get(name).name == name.partition("@")[0]
+    for name in ("adaserve", "adaserve@auto"):
+        with pytest.raises(ValueError, match="chooses no draft window: give one, as in adaserve@256"):
+            own.get(name)
+    served(draft_window="auto").get("adaserve")
+
+
 def test_a_policy_that_is_not_served_is_named_with_those_that_are() -> None:
     for name, why in (
         ("best", "unknown policy 'best': known are adaserve, .*chain-K"),
