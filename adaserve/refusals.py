@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
     refusals = [
         *_of_drafts(args, config),
         *_of_vocabularies(args, config),
+        *_of_contexts(args, config),
         *_of_ranks(args, config),
         *_of_http(args),
         *_of_engine(args),
@@ -80,11 +82,47 @@ def _of_vocabularies(args: Any, config: AdaServeConfig) -> Refusals:
     """What checkpoints on this host say before they are loaded, which may take minutes. On a GPU a draft may
     have fewer tokens, as far as the target's tokenizer allows (``require_same_size``)."""
     target = _vocabulary(args.model_path, args.revision)
-    first = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    for path, revision in (first, (config.second_draft, None)):
-        if path and target is not None and (size := _vocabulary(path, revision)) is not None:
+    for path, revision in _drafts(args, config):
+        if target is not None and (size := _vocabulary(path, revision)) is not None:
             refused = size > target or (size < target and not on_device(args.device))
             yield refused, other_size(path, size, target)
+
+
+def _of_contexts(args: Any, config: AdaServeConfig) -> Refusals:
+    """As of vocabularies: SGLang says it in a traceback, once the target is loaded."""
+    from sglang.srt.environ import envs
+
+    longer = envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN
+    served = args.context_length or _context(args, args.model_path, args.revision)
+    if served is None or longer.get():
+        return
+    for path, revision in _drafts(args, config):
+        if (own := _context(args, path, revision)) is not None:
+            yield (
+                own < served,
+                f"the draft {path} is made for contexts of {own} tokens, and {served} are served: use "
+                f"--context-length {own}, or set {longer.name}=1, with which drafts beyond that may be worse",
+            )
+
+
+def _drafts(args: Any, config: AdaServeConfig) -> Iterator[tuple[str, str | None]]:
+    """Draft models and their revisions."""
+    first = args.speculative_draft_model_path, args.speculative_draft_model_revision
+    for path, revision in (first, (config.second_draft, None)):
+        if path:
+            yield path, revision
+
+
+def _context(args: Any, path: str, revision: str | None) -> int | None:
+    """The longest context of the model at ``path``, by SGLang's rule; None where it isn't on this host."""
+    from sglang.srt.utils import hf_transformers_utils as hub
+
+    folder = local_folder(path, revision)
+    if not read_config(Path(folder)):
+        return None
+    changes = json.loads(args.json_model_override_args)
+    config = hub.get_config(folder, args.trust_remote_code, model_override_args=changes)
+    return int(hub.get_context_length(hub.get_hf_text_config(config)))
 
 
 def _vocabulary(path: str, revision: str | None) -> int | None:

@@ -40,6 +40,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         log_level="INFO", log_level_http=None, max_prefill_tokens=1, prefill_max_requests=None,
         max_queued_requests=None, decode_log_interval=40, watchdog_timeout=300.0, model_path="target",
         tokenizer_path=None, skip_tokenizer_init=False, revision=None, speculative_draft_model_revision=None,
+        context_length=None, json_model_override_args="{}", trust_remote_code=False,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -117,7 +118,10 @@ def test_another_vocabulary_is_refused_before_anything_is_loaded(
     tmp_path: Path, draft: int | None, on_cpu: bool, on_gpu: bool
 ) -> None:
     """On a GPU the target's tokenizer decides, where the draft has fewer tokens."""
-    for name, config in (("target", {"text_config": {"vocab_size": 256}}), ("draft", {"vocab_size": draft})):
+    ours = {"model_type": "gemma3", "text_config": {"vocab_size": 256}}
+    theirs = {"model_type": "llama", "max_position_embeddings": 2**20}
+    theirs |= {} if draft is None else {"vocab_size": draft}
+    for name, config in (("target", ours), ("draft", theirs)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         (tmp_path / name / "tokenizer.json").touch()
@@ -130,6 +134,29 @@ def test_another_vocabulary_is_refused_before_anything_is_loaded(
             says = pytest.raises(ValueError, match=f"vocabulary of {draft} tokens and the target one of 256")
             with says if refused else nullcontext():
                 refuse_unsupported(args, config)
+
+
+def test_a_draft_for_shorter_contexts_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, most in (("target", 1024), ("draft", 512)):
+        transformers.LlamaConfig(max_position_embeddings=most).save_pretrained(tmp_path / name)
+        (tmp_path / name / "tokenizer.json").touch()
+    target, draft = str(tmp_path / "target"), str(tmp_path / "draft")
+    pairs = (
+        ({"speculative_draft_model_path": draft}, AdaServeConfig()),
+        ({"speculative_draft_model_path": target}, AdaServeConfig(second_draft=draft)),
+    )
+    says = "contexts of 512 tokens, and 1024 are served: use --context-length 512, or set SGLANG_ALLOW_"
+    for paths, config in pairs:
+        args = {"model_path": target, **paths}
+        refuse_unsupported(arguments(**args, context_length=512), config)
+        both = '{"max_position_embeddings": 256}'
+        refuse_unsupported(arguments(**args, json_model_override_args=both), config)
+        with pytest.raises(ValueError, match=says):
+            refuse_unsupported(arguments(**args), config)
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    refuse_unsupported(arguments(**args), config)
 
 
 def test_a_target_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
