@@ -24,6 +24,7 @@ from adaserve.bench.gpu_check.cli import gpu_check
 from adaserve.bench.options import results_folder
 from adaserve.bench.simulate.cli import app as simulator
 from adaserve.commands import Commands, fail, new_file
+from adaserve.commands import flags as split
 from adaserve.cores import short_spins
 from adaserve.fleet.cli import app as fleet
 from adaserve.learning.cli import app as draft
@@ -247,6 +248,13 @@ def profile(
     size: Size = "100M",
     cpu_weights: Weights = "auto",
     draft_weights: DraftWeights = "auto",
+    flags: Annotated[
+        str,
+        typer.Option(
+            help="More SGLang flags in one string, those that `serve` will have: --flags '--tp-size 2'.",
+            show_default="none",
+        ),
+    ] = "",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -260,7 +268,8 @@ def profile(
     """
     from adaserve.bench.profile import run_profile
 
-    run_profile(server_spec(model, draft, size, **settings(context)), out, console)
+    spec = server_spec(model, draft, size, split(flags, "--flags"), **settings(context))
+    run_profile(spec, out, console)
 
 
 @app.command()

@@ -546,6 +546,15 @@ def test_the_log_of_a_profile_that_failed_can_be_read(
     assert logs[0].read_text() == "why"
 
 
+def test_a_profile_is_that_of_a_server_with_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without which a model may not even start, and of others the profile would not be used."""
+    specs: list[ServerSpec] = []
+    monkeypatch.setattr(profile, "run_profile", lambda spec, *_: specs.append(spec))
+    flags = ["--context-length", "128", "--trust-remote-code"]
+    result = CliRunner().invoke(app, ["profile", "--model-path", "m", "--flags", " ".join(flags)])
+    assert result.exit_code == 0 and specs[0].command()[-3:] == flags, result.output
+
+
 def test_paths_are_said_as_they_are() -> None:
     """Rich would read brackets as markup, a name as an emoji, and cut a path at the end of a line."""
     console = Console(record=True, width=20, file=io.StringIO())
