@@ -41,7 +41,7 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
         *_of_engine(args),
     ]
     if not on_device(args.device):
-        refusals += _of_cpus(args)
+        refusals += _of_cpus(args, config)
     for is_refused, reason in refusals:
         if is_refused:
             raise ConfigError(f"--speculative-algorithm ADASERVE: {reason}")
@@ -227,8 +227,15 @@ def _may_have_tokenizer(path: str) -> bool:
     return not folder.is_dir() or any(_TOKENIZER.search(file.name) for file in folder.iterdir())
 
 
-def _of_cpus(args: Any) -> Refusals:
+def _of_cpus(args: Any, config: AdaServeConfig) -> Refusals:
     """What needs a GPU."""
+    from sglang.srt.utils import cpu_has_amx_support, is_host_cpu_arm64
+
+    yield (
+        _is_quantised(args, config) and not (cpu_has_amx_support() or is_host_cpu_arm64()),
+        "on CPUs SGLang reads quantised weights by its kernels for AMX or Arm alone, which this host lacks: "
+        "serve models in 16 or 32 bits, without --quantization and --speculative-draft-model-quantization",
+    )
     yield args.tp_size > 1, "tensor parallelism is not supported on a CPU: use --tp-size 1"
     yield (
         args.dp_size > 1 and not _has_cores(args.dp_size),
@@ -253,6 +260,14 @@ def _of_cpus(args: Any) -> Refusals:
         args.enable_strict_thinking,
         "SGLang filters the tokens of thoughts on GPUs only: remove --enable-strict-thinking",
     )
+
+
+def _is_quantised(args: Any, config: AdaServeConfig) -> bool:
+    models = ((args.model_path, args.revision), *_drafts(args, config))
+    return any(
+        given not in (None, "unquant")
+        for given in (args.quantization, args.speculative_draft_model_quantization)
+    ) or any("quantization_config" in read_config(Path(local_folder(*model))) for model in models)
 
 
 def _has_cores(ranks: int) -> bool:

@@ -41,6 +41,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         max_queued_requests=None, decode_log_interval=40, watchdog_timeout=300.0, model_path="target",
         tokenizer_path=None, skip_tokenizer_init=False, revision=None, speculative_draft_model_revision=None,
         context_length=None, json_model_override_args="{}", trust_remote_code=False,
+        quantization=None, speculative_draft_model_quantization=None,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -157,6 +158,31 @@ def test_a_draft_for_shorter_contexts_is_refused_before_anything_is_loaded(
             refuse_unsupported(arguments(**args), config)
     monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
     refuse_unsupported(arguments(**args), config)
+
+
+def test_quantised_weights_are_refused_where_sglang_cannot_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang says in a traceback that they cannot be float32, which `adaserve serve` sets."""
+    config, says = AdaServeConfig(), "serve models in 16 or 32 bits"
+    for name, quantised in (("plain", {}), ("quantised", {"quantization_config": {"quant_method": "fp8"}})):
+        transformers.LlamaConfig(**quantised).save_pretrained(tmp_path / name)
+        (tmp_path / name / "tokenizer.json").touch()
+    plain, quantised = str(tmp_path / "plain"), str(tmp_path / "quantised")
+    refuse_unsupported(arguments(model_path=plain, speculative_draft_model_path=plain), config)
+    refuse_unsupported(arguments(speculative_draft_model_quantization="unquant"), config)
+    for given in (
+        {"model_path": quantised},
+        {"model_path": plain, "speculative_draft_model_path": quantised},
+        {"quantization": "fp8"},
+        {"speculative_draft_model_quantization": "w8a8_int8"},
+    ):
+        with pytest.raises(ValueError, match=says):
+            refuse_unsupported(arguments(**given), config)
+        refuse_unsupported(arguments(**given, device="cuda"), config)
+        with monkeypatch.context() as patch:
+            patch.setattr("sglang.srt.utils.cpu_has_amx_support", lambda: True)
+            refuse_unsupported(arguments(**given), config)
 
 
 def test_a_target_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
