@@ -72,17 +72,14 @@ class Process:
         self._busy_until_s = 0.0
         self._resume()
         draft: DraftCopy | HeadCopy
-        home: list[Record] = []
         if settings.target is None:
             draft = DraftCopy(settings.draft)
-            self._resume()
-            home = home_records(draft, settings.draft, self._pause)
-        else:  # nobody has read home texts, so there are no hidden states of them
+        else:
             draft = HeadCopy(settings.draft, settings.target)
         self._began_as = "" if self._versions is None else fingerprint_of(settings.draft)
         self._trainer = Trainer(
             draft,
-            home,
+            [],
             Recipe(settings.loss, settings.rate),
             sharpening=load_sharpening(Path(settings.draft)),
             replay_bytes=room.replay,
@@ -91,7 +88,14 @@ class Process:
 
     def run(self) -> None:
         """Until the server is gone. Raises EOFError then."""
-        self._bring_back()
+        self._bring_back()  # first, since home texts may take minutes
+        draft = self._trainer.draft
+        if isinstance(
+            draft, DraftCopy
+        ):  # still the first one; nobody has a head's hidden states of home texts
+            self._resume()
+            self._trainer.home = home_records(draft, self._settings.draft, self._pause)
+        self._trainer.restart()
         while True:
             self._pause()
             if not self._has_enough:
@@ -116,7 +120,6 @@ class Process:
             draft, version = found
             if self._offer(draft, version.score, version.replaced):
                 self._trainer.present = draft
-        self._trainer.restart()
 
     def _kept(self) -> tuple[Snapshot, Version] | None:
         """The draft that an earlier run has kept; None where there is none, or none that can be read."""

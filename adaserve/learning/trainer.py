@@ -109,7 +109,7 @@ class Trainer:
         replay_bytes: int,
     ) -> None:
         assert recipe.interval <= JUDGED, "a round has no more requests, so an update cannot either"
-        self.draft, self._home, self.recipe, self.sharpening = draft, list(home), recipe, sharpening
+        self.draft, self.home, self.recipe, self.sharpening = draft, list(home), recipe, sharpening
         self.first = Snapshot(draft.state(), Correction())
         self.present = self.first  # what is served
         self.replay = Newest(replay_bytes)
@@ -159,7 +159,7 @@ class Trainer:
         for start in range(0, len(fresh), recipe.interval):
             new = list(fresh[start : start + recipe.interval])
             earlier = _some(self._random, self.replay.records, round(recipe.replayed * len(new)))
-            home = _some(self._random, self._home, round(recipe.home * len(new)))
+            home = _some(self._random, self.home, round(recipe.home * len(new)))
             self._update([*new, *earlier, *home], pause)
             for record in new:
                 self.replay.add(record)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from adaserve.learning.messages import (
     line as ends,
 )
 from adaserve.learning.process import MOST_REST_S, Process, rest_s
+from adaserve.learning.records import Record
 from adaserve.learning.shared import Ring, allocate, memory
 from adaserve.learning.trainer import JUDGED
 from adaserve.learning.versions import Version, Versions, fingerprint_of
@@ -174,8 +176,8 @@ def test_it_answers_while_it_reads_home_texts(
     lines.append(line := Line(target[1]))
     send(line.connection, Load(busy=False))
     line.start()
-    line.next(Alive)
     line.next(Hello)
+    line.next(Alive)
 
 
 def test_after_a_restart_it_goes_on_from_the_draft_that_is_served(
@@ -192,6 +194,33 @@ def test_after_a_restart_it_goes_on_from_the_draft_that_is_served(
     feed(line, target[0], 2 * JUDGED, seed=1)
     progress = line.next(Progress)
     assert isinstance(progress, Progress) and progress.present > 1.5 * progress.first
+
+
+def test_a_kept_draft_serves_before_home_texts_are_read(
+    target: tuple[torch.nn.Module, Path], lines: list[Line], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading them takes minutes on a busy host. What they say is the first draft's word all the same."""
+    answered, read = threading.Event(), []
+
+    def reading(draft: DraftCopy, *_: Any) -> list[Record]:
+        read.append((answered.is_set(), draft.state()))
+        return []
+
+    monkeypatch.setattr("adaserve.learning.process.home_records", reading)
+    first = DraftCopy(str(target[1])).state()
+    kept = {name: tensor + 1 for name, tensor in first.items()}
+    Versions(tmp_path).add(to_bytes(kept), Version(0, 0.0, 1.5, 1.4, 1.3, 5000, str(target[1])))
+    lines.append(line := Line(target[1], folder=tmp_path))
+    line.start()
+    line.next(Hello)
+    candidate = line.next(Candidate)
+    assert isinstance(candidate, Candidate)
+    answered.set()
+    send(line.connection, Answer(candidate.number, taken=True))
+    feed(line, target[0], 2 * JUDGED, seed=1)
+    line.next(Progress)
+    ((after_answer, state),) = read
+    assert after_answer and all(torch.equal(state[name], first[name]) for name in first)
 
 
 def test_a_kept_draft_that_is_damaged_is_not_the_end_of_learning(
