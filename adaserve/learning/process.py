@@ -90,9 +90,7 @@ class Process:
         """Until the server is gone. Raises EOFError then."""
         self._bring_back()  # first, since home texts may take minutes
         draft = self._trainer.draft
-        if isinstance(
-            draft, DraftCopy
-        ):  # still the first one; nobody has a head's hidden states of home texts
+        if isinstance(draft, DraftCopy):  # still the first; nobody has a head's hidden states of home texts
             self._resume()
             self._trainer.home = home_records(draft, self._settings.draft, self._pause)
         self._trainer.restart()
