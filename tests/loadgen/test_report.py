@@ -127,6 +127,22 @@ def test_only_all_is_100_percent(tmp_path: Path) -> None:
     assert display_row(live)["attainment"] == "99.96"
 
 
+@pytest.mark.parametrize("accept_length", [4.16, None])
+def test_a_narrow_terminal_shows_every_figure(accept_length: float | None, tmp_path: Path) -> None:
+    run = read_run(folder(tmp_path / "run", [record(k, "summarization") for k in range(1200)]))
+    of_class = run.summary["by_class"]["summarization"]
+    of_class.update(slo_tpot_ms=12.3, mean_tpot_ms=10.2, p99_tpot_ms=24.1)
+    of_class.update(median_ttft_ms=1836.0, token_goodput=1230.8, accept_length=accept_length)
+    with (terminal := Console(file=io.StringIO(), width=60)).capture() as table:
+        terminal.print(class_table(run.summary))
+    shown = table.get()
+    figures = [cell for cell in class_cells(of_class) if cell != "-"]
+    assert len(figures) == 7 + (accept_length is not None)
+    assert [figure for figure in figures if figure not in shown] == []
+    assert "\u2026" not in shown, "nothing is cut"
+    assert ("accept" in shown) is (accept_length is not None)
+
+
 @pytest.mark.parametrize("name", ["team[/x]", "chat [urgent]"])
 def test_classes_of_a_trace_are_no_markup(name: str, tmp_path: Path) -> None:
     run = read_run(folder(tmp_path / "run", [record(0, name)]))
