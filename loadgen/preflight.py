@@ -9,7 +9,7 @@ import ssl
 import statistics
 import time
 import urllib.error
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,9 +40,8 @@ def preflight(config: BenchConfig) -> BenchConfig:
     config = config.changed(server=server)
     if config.baseline_ms is None and planned.needs_baseline:
         config = config.changed(baseline_ms=server_baseline_ms(server) or measured_baseline_ms(config))
-    if config.server.continuous_usage is None:
-        config = config.changed(server=server.changed(continuous_usage=_continuous_usage(config)))
-    config = config.changed(chars_per_token={**_probe_classes(config), **config.chars_per_token})
+    server, chars_per_token = _probe_classes(config)
+    config = config.changed(server=server, chars_per_token={**chars_per_token, **config.chars_per_token})
     if not class_counts(planned.requests).keys() <= config.classes.keys():
         _probe_classes_of_the_trace(config)
     return config
@@ -114,15 +113,17 @@ def measured_baseline_ms(config: BenchConfig) -> float:
 
 def _timed(server: Endpoint, text: str, n_tokens: int) -> tuple[float, int]:
     start = time.perf_counter()
-    data = _post(server.changed(ignore_eos=server.api == "generate"), _planned(text, n_tokens), {})
+    data = _post(server.changed(ignore_eos=server.api == "generate"), _planned(text, n_tokens))
     return time.perf_counter() - start, _usage(data, "completion_tokens")
 
 
-def _probe_classes(config: BenchConfig) -> dict[str, float]:
-    """One short request per class, with its SLO headers: refused classes show before the run, and
-    the server's token count shows how long this tokenizer's tokens are. Returns chars per token."""
+def _probe_classes(config: BenchConfig) -> tuple[Endpoint, dict[str, float]]:
+    """One short request per class, as the run will send it: refused classes show before the run, and
+    the server's token count shows how long this tokenizer's tokens are. Returns the server, with what its
+    answers said of its usage, and characters per token."""
     store = load_prompts(config.prompts)
     slo_config = config.slo_config()
+    server = config.server
     ratios: dict[str, float] = {}
     for c in config.classes.values():
         category = c.category or c.name
@@ -134,11 +135,10 @@ def _probe_classes(config: BenchConfig) -> dict[str, float]:
             tpot_ms=to_ms(slo.tpot_s),
             ttft_ms=to_ms(slo.ttft_s),
         )
-        data = _post(config.server, planned, protocol.slo_headers(config.server, planned))
-        tokens = _usage(data, "prompt_tokens")
+        server, tokens = _probe(server, planned)
         if tokens > 0:
             ratios[category] = round(len(text) / tokens, 3)
-    return ratios
+    return server, ratios
 
 
 def _probe_classes_of_the_trace(config: BenchConfig) -> None:
@@ -147,56 +147,87 @@ def _probe_classes_of_the_trace(config: BenchConfig) -> None:
     first = {r.slo_class: r for r in reversed(requests) if r.slo_class not in config.classes}
     for name, r in first.items():
         planned = replace(_planned("Hello", 1), slo_class=name, tpot_ms=r.tpot_ms, ttft_ms=r.ttft_ms)
-        _post(config.server, planned, protocol.slo_headers(config.server, planned))
+        _probe(config.server, planned)
 
 
-def _continuous_usage(config: BenchConfig) -> bool:
-    """Whether the server sends usage with every chunk when asked (SGLang, vLLM)."""
-    server = config.server.changed(continuous_usage=True)
-    if server.api == "generate":
-        return False  # it always does
-    planned = _planned("Hello", 2)
+def _probe(server: Endpoint, planned: PlannedRequest) -> tuple[Endpoint, int]:
+    """Sends a request as the run does. Returns its prompt tokens and the server, of which is then known
+    whether it sends usage with every chunk when asked (SGLang, vLLM).
+
+    That takes no request of its own, because a server counts each one that it gets."""
+    if server.continuous_usage is not None:
+        return server, _streamed(server, planned)[0]
+    if server.api == "generate":  # it always does
+        return _probe(server.changed(continuous_usage=False), planned)
     try:
-        with _open(server, planned, {}, stream=True) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    data = json.loads(line[6:])
-                    if data.get("choices") and data.get("usage"):
-                        return True
-    except ERRORS:
-        return False  # what else it means shows with the next request
-    return False
+        tokens, in_chunks = _streamed(server.changed(continuous_usage=True), planned)
+    except LoadgenError:  # what else it means shows with the next request
+        return _probe(server.changed(continuous_usage=False), planned)
+    return server.changed(continuous_usage=in_chunks), tokens
+
+
+def _streamed(server: Endpoint, planned: PlannedRequest) -> tuple[int, bool]:
+    """Prompt tokens of one streamed request, 0 where the server does not tell, and whether a chunk with
+    text told tokens."""
+    tokens, events, in_chunks = 0, 0, False
+    headers = protocol.slo_headers(server, planned)
+    with _refusals(server, planned), _open(server, protocol.body(server, planned, ""), headers) as response:
+        for line in response:
+            payload = line.removeprefix(b"data:").strip()
+            if payload == line.strip() or payload == b"[DONE]":
+                continue
+            events += 1
+            try:
+                data = json.loads(payload)
+                event = protocol.parse_event(server.api, data, 0)
+            except protocol.NOT_UNDERSTOOD:
+                continue  # the run says of each request what was not understood
+            if event.error is not None:
+                raise LoadgenError(f"{_refuses(planned)}: {_one_line(event.error)}")
+            tokens = event.prompt_tokens or tokens
+            in_chunks = in_chunks or (bool(data.get("choices")) and event.output_tokens is not None)
+        if not events:
+            raise ValueError("its answer is not a stream of events")
+    return tokens, in_chunks
 
 
 def _planned(text: str, n_tokens: int) -> PlannedRequest:
     return PlannedRequest(0, 0.0, "default", None, None, text, 0, n_tokens)
 
 
-def _open(server: Endpoint, planned: PlannedRequest, headers: Mapping[str, str], stream: bool) -> Any:
-    data = protocol.body(server, planned, "")
-    if not stream:
-        data["stream"] = False
-        data.pop("stream_options", None)
+def _open(server: Endpoint, data: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
     headers = {"Content-Type": "application/json", **headers}
     return open_url(server, protocol.PATHS[server.api], server.timeout_s, json.dumps(data).encode(), headers)
 
 
-def _post(server: Endpoint, planned: PlannedRequest, headers: Mapping[str, str]) -> Any:
+def _post(server: Endpoint, planned: PlannedRequest) -> Any:
+    data = {**protocol.body(server, planned, ""), "stream": False}
+    data.pop("stream_options", None)
+    with _refusals(server, planned), _open(server, data, {}) as response:
+        return json.load(response)
+
+
+@contextlib.contextmanager
+def _refusals(server: Endpoint, planned: PlannedRequest) -> Iterator[None]:
+    """Says in one sentence why a request failed. Raises LoadgenError."""
     try:
-        with _open(server, planned, headers, stream=False) as response:
-            return json.load(response)
+        yield
+    except LoadgenError:
+        raise
     except urllib.error.HTTPError as e:
         text = e.reason
         with contextlib.suppress(*ERRORS):
             text = e.read().decode("utf-8", "replace")
             text = protocol.error_text(json.loads(text))
-        raise LoadgenError(
-            f"the server refuses a request of class {planned.slo_class!r} with {e.code}: {_one_line(text)}"
-        ) from e
+        raise LoadgenError(f"{_refuses(planned)} with {e.code}: {_one_line(text)}") from e
     except ERRORS as e:
         raise LoadgenError(
             f"a first request to {server.url} failed ({_one_line(e)}): see the server's log"
         ) from e
+
+
+def _refuses(planned: PlannedRequest) -> str:
+    return f"the server refuses a request of class {planned.slo_class!r}"
 
 
 def _usage(data: Any, key: str) -> int:

@@ -41,6 +41,7 @@ class Behaviour:
     usage_factor: float = 1.0  # a lie: reported tokens / sent tokens
     late_header_ms: float = 0.0  # a lie: keeps chunks back but logs them as sent
     status: int = 200  # answer everything with this status
+    refuses: str = ""  # answer 400 to bodies with this in them
     models: list[str] = field(default_factory=lambda: ["fake"])
     key: str = ""  # wants "Authorization: Bearer <key>"
     known_classes: list[str] = field(default_factory=list)  # known classes; others get 400
@@ -106,6 +107,8 @@ class FakeServer:
             return self.reply(writer, 404, {"error": {"message": "no such path"}})
         if self.b.status != 200:
             return self.reply(writer, self.b.status, {"error": {"message": "the fake was told to refuse"}})
+        if self.b.refuses and self.b.refuses.encode() in body:
+            return self.reply(writer, 400, {"error": {"message": f"unknown field {self.b.refuses!r}"}})
         slo_class = headers.get("x-slo-class")
         if self.b.known_classes and slo_class and slo_class not in self.b.known_classes:
             return self.reply(writer, 400, {"error": {"message": f"unknown SLO class {slo_class!r}"}})

@@ -474,6 +474,20 @@ def test_what_answers_is_no_such_server(case: str, tmp_path: Path) -> None:
         assert says in refused("bench", "serve", "--url", url, "--out", str(tmp_path / "o"))
 
 
+NO_ANSWERS = {
+    "<html>": "its answer is not a stream of events",
+    '{"choices": []}': "its answer is not a stream of events",
+    'data: {"error": {"message": "too long"}}': "the server refuses a request of class 'coding': too long",
+}
+
+
+@pytest.mark.parametrize("answer", NO_ANSWERS)
+def test_what_answers_sends_no_stream(answer: str, tmp_path: Path) -> None:
+    with odd_server({}, itertools.repeat(answer)) as url:
+        given = ("--baseline-ms", "20", "--out", str(tmp_path / "o"))
+        assert NO_ANSWERS[answer] in refused("bench", "serve", "--url", url, *given)
+
+
 STREAMS = {
     '{"choices": [{"text": 5}]}': "not understood",
     '{"choices": {"a": 1}}': "not understood",

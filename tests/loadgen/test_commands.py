@@ -117,6 +117,30 @@ def test_wrong_model_class_and_key(tmp_path: Path) -> None:
     assert "refuses a request of class 'coding' with 400: unknown SLO class" in refused.stderr
 
 
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_what_the_load_needs_is_asked_for_before_it(api: str, tmp_path: Path) -> None:
+    with running_fake(refuses="stream_options") as fake:
+        told = bench(fake, tmp_path / "1", "--api", api)
+        fake.set(refuses="continuous_usage_stats", token_ms=5)
+        served = bench(fake, tmp_path / "2", "--api", api, "--num-prompts", "3", "--rps", "9")
+        log = fake.log()
+    assert told.returncode == 2 and not (tmp_path / "1").exists()
+    assert "refuses a request of class 'coding' with 400: unknown field 'stream_options'" in told.stderr
+    assert served.returncode in (0, 4), served.stderr
+    assert [e["body"]["stream_options"] for e in log] == [{"include_usage": True}] * 3
+
+
+@pytest.mark.parametrize("api", ["completions", "chat", "generate"])
+def test_a_server_counts_one_more_request_of_each_class_and_none_of_another(api: str) -> None:
+    with running_fake() as fake:
+        server = {"url": fake.url, "api": api}
+        checked = preflight(from_mapping({"server": server, "baseline_ms": 20}))
+        log = fake.state()["log"]
+    assert [e["headers"].get("x-slo-class") for e in log] == list(checked.classes)
+    assert checked.chars_per_token.keys() == checked.classes.keys()
+    assert checked.server.continuous_usage is (api != "generate")
+
+
 def test_the_key_works_and_is_written_nowhere(tmp_path: Path) -> None:
     with running_fake(token_ms=5, key="hush-hush") as fake:
         done = bench(fake, tmp_path / "r", "--api-key", "hush-hush", "--duration", "1", "--rps", "5")
