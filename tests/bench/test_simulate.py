@@ -278,6 +278,16 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
     assert len(read_recorded(list(map(str, files)), 0)) == 400
 
 
+def test_capacity_says_how_much_slower_the_recorded_host_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else explains why it finds more replicas than 'run', which takes no times of the recording."""
+    monkeypatch.setattr(fleet, "load_children", lambda path: None)
+    monkeypatch.setattr(fleet, "recorded_slowdown", lambda path, latency: 2.5)
+    words = "capacity --trace synthetic:30:3 --policy none --most 1"
+    said = output_of(f"{words} --recorded any.jsonl --gpu h100")
+    assert "iterations take 2.50 times what llama-3.1-70b on 4 h100 would take" in said
+    assert "iterations take" not in output_of(words)
+
+
 @pytest.mark.parametrize("stated", [{"slo_ttft_ms": 500.0}, {"slo_x_baseline": 2.0}, {"slo_tpot_ms": 50.0}])
 def test_a_trace_that_states_slos_gets_no_others(stated: dict[str, float], tmp_path: Path) -> None:
     """As a server's recording, whose clients state a TTFT and nothing else."""

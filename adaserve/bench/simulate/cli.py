@@ -140,7 +140,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Take candidate trees from this recording (`adaserve serve --record`).",
+            help="Take candidate trees, but no times, from this recording (`adaserve serve --record`).",
             rich_help_panel=TRAFFIC,
         ),
     ] = None,
@@ -227,6 +227,9 @@ def capacity(
                 return float(summaries[n]["slo_attainment"])
 
             answer = min_replicas(attain, target, most)
+    if recorded:
+        said = "--profile says" if profile else f"{model} on {tp} {gpu} would take"
+        print(f"iterations take {of.slowdown:.2f} times what {said}: as the recorded ones did")
     for n, got in answer.tried.items():
         print(f"{_replicas(n):>14}: {percent(got, 2)}% attained{_first_tokens(summaries[n])}")
     found = f"{answer.replicas}" if answer.replicas else f"more than {most}"

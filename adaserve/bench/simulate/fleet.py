@@ -32,6 +32,7 @@ class SimulatedFleet:
     config: SimulationConfig
     baseline_s: float
     text: TextModel = field(default_factory=TextModel)
+    slowdown: float = 1.0  # times that iterations take what the hardware or the profile says
 
     @staticmethod
     def of(
@@ -48,7 +49,7 @@ class SimulatedFleet:
         slowdown = recorded_slowdown(recorded, latency) if recorded else 1.0
         config = served(policy, latency, seed, kv_tokens, children, slowdown)
         text = RECORDED_TEXT if recorded else TextModel()
-        return SimulatedFleet(config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3, text)
+        return SimulatedFleet(config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3, text, slowdown)
 
     def attainment(
         self, trace: Trace, slos: SLOConfig, router: str = "least-work", warm_up: int = 0
