@@ -212,7 +212,7 @@ def _show_plan(config: BenchConfig) -> None:
 def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -> None:
     from adaserve.loadgen.bench import class_table
 
-    Console().print(class_table(summary))
+    Console().print(class_table(summary), "")
     for reason in summary["invalid_reasons"]:
         console.print(f"[yellow]this run is not valid: {escape(reason)}[/yellow]")
     if guessed := summary["tokens_guessed"]:
