@@ -35,6 +35,7 @@ def run(command: Sequence[str], folder: Path, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_sglang_benchmark(server: ServerProcess, counted: Counts, tmp_path: Path) -> None:
     tokenizer, _ = server.spec.models()
     command = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang-oai"]

@@ -41,6 +41,8 @@ from adaserve.slo.metrics import RequestRecord
 from adaserve.slo.resolve import resolve
 from adaserve.slo.trace import TraceRow, write_jsonl
 
+ALONE_AND_DISTRIBUTED = pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+
 
 def command(*args: str) -> list[str]:
     return [sys.executable, "-m", "adaserve", *args]
@@ -227,7 +229,7 @@ def test_locust_itself_says_who_met_the_slos_and_whether_that_counts(limit: str,
     assert re.search(r"met all SLOs: .*, all [0-9.]+%; results: r, page: adaserve report r\n", done.stderr)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@ALONE_AND_DISTRIBUTED
 def test_a_run_that_is_interrupted_while_it_is_prepared_sends_nothing(processes: int, tmp_path: Path) -> None:
     """A server that is slow to tell its metrics keeps it there."""
     out = tmp_path / "r"
@@ -298,7 +300,7 @@ def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
     assert "killed" in (out / "summary.json").read_text()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@ALONE_AND_DISTRIBUTED
 def test_a_full_disk_ends_the_run(processes: int, tmp_path: Path) -> None:
     """Nobody waits for requests whose records are lost. A limit on the size of files stands for the disk."""
     out, room = tmp_path / "r", 20_000
@@ -351,7 +353,7 @@ def test_a_load_that_only_starts_ends_with_its_command_as_well(tmp_path: Path) -
     assert children and not alive
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@ALONE_AND_DISTRIBUTED
 def test_a_folder_of_the_same_name_is_not_the_package(processes: int, tmp_path: Path) -> None:
     """As in a clone's root, where adaserve/ lacks the load generator. Locust looks there first."""
     (tmp_path / "adaserve").mkdir()

@@ -64,7 +64,8 @@ def test_a_run_whose_requests_all_failed_is_not_valid(tmp_path: Path) -> None:
 def test_what_a_server_says_is_not_markup(tmp_path: Path) -> None:
     console, summary = Console(record=True, width=200), {"by_class": {}, **dict.fromkeys(ALL)}
     said = {"invalid_reasons": ["at [/x] it ended"], "errors": {"HTTP 400: no [/foo] in [bar]": 3}}
-    cli._print_outcome(summary | {"requests": 3, "failed": 3} | said, tmp_path, console)
+    counts = {"requests": 3, "failed": 3, "tokens_guessed": 0}
+    cli._print_outcome(summary | counts | said, tmp_path, console)
     text = console.export_text()
     assert "3 x HTTP 400: no [/foo] in [bar]" in text and "at [/x] it ended" in text
 

@@ -197,6 +197,7 @@ def no_usual_port() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_usual_port")
 def test_distributed_runs_send_the_same_schedule(tmp_path: Path) -> None:
     with running_fake(token_ms=5) as fake:

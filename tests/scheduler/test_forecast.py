@@ -117,7 +117,7 @@ def test_sizes_are_remembered_apart():
     assert seen.tpot_s("chat", 41) == pytest.approx((0.030 + 33 * 0.001) / 2)
 
 
-@pytest.mark.parametrize("policy", ["priced", "none"])
+@pytest.mark.parametrize("policy", ["priced", pytest.param("none", marks=pytest.mark.slow)])
 def test_predictions_of_requests_that_arrive(policy):
     """Beside the load, what the class got lately counts: this removes bias and noise."""
     latency = hardware_latency("llama-3.1-70b", "a100", 4)

@@ -99,6 +99,7 @@ def lengths(store: Store) -> list[int]:
     return [row["output_length"] for row in rows]
 
 
+@pytest.mark.slow
 def test_two_policies_on_one_server(pair: Path, tmp_path: Path) -> None:
     store = Store(tmp_path / "sweep")
     assert swept(store, options(pair, store.folder, check_plain=False))

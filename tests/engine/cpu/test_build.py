@@ -119,6 +119,7 @@ def test_switch_turns_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.load_kernels.__wrapped__() is None
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_processes_may_build_at_once(empty_cache: Path) -> None:
     command = [sys.executable, "-c", BUILD_IN_CHILD]
