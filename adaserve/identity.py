@@ -27,11 +27,11 @@ def require_sglang() -> None:
 
     Raises PatchError."""
     try:
-        found = f"This is sglang {version('sglang')}"
-    except PackageNotFoundError:
-        found = "SGLang is not installed"
-    if found != f"This is sglang {SGLANG_VERSION}":
-        raise PatchError(found)
+        found = version("sglang")
+    except PackageNotFoundError as error:
+        raise PatchError("SGLang is not installed") from error
+    if found != SGLANG_VERSION:
+        raise PatchError(f"This is sglang {found}")
 
 
 @dataclass

@@ -126,9 +126,13 @@ def _context(args: Any, path: str, revision: str | None) -> int | None:
 
 
 def _vocabulary(path: str, revision: str | None) -> int | None:
-    config = read_config(Path(local_folder(path, revision)))
+    config = _read(path, revision)
     size = config.get("text_config", config).get("vocab_size")
     return size if isinstance(size, int) else None
+
+
+def _read(path: str, revision: str | None) -> dict[str, Any]:
+    return read_config(Path(local_folder(path, revision)))
 
 
 def _of_ranks(args: Any, config: AdaServeConfig) -> Refusals:
@@ -263,11 +267,9 @@ def _of_cpus(args: Any, config: AdaServeConfig) -> Refusals:
 
 
 def _is_quantised(args: Any, config: AdaServeConfig) -> bool:
+    asked = {args.quantization, args.speculative_draft_model_quantization} - {None, "unquant"}
     models = ((args.model_path, args.revision), *_drafts(args, config))
-    return any(
-        given not in (None, "unquant")
-        for given in (args.quantization, args.speculative_draft_model_quantization)
-    ) or any("quantization_config" in read_config(Path(local_folder(*model))) for model in models)
+    return bool(asked) or any("quantization_config" in _read(*model) for model in models)
 
 
 def _has_cores(ranks: int) -> bool:

@@ -424,9 +424,13 @@ class ServerProcess:
     def _set(self, setting: str, value: str) -> None:
         self._set_state({f"adaserve_{setting}={value}": 1})
 
-    def _set_state(self, values: dict[str, int]) -> None:
+    def fix_baseline(self, baseline_ms: float, headers: Mapping[str, str]) -> None:
+        """Nothing changes the server's baseline any more. ``headers``: its admin's. Raises ServerError."""
+        self._set_state({"adaserve_baseline_ms": baseline_ms}, headers)
+
+    def _set_state(self, values: dict[str, float], headers: Mapping[str, str] | None = None) -> None:
         body = {"server_args": values}
-        answer = self._ask("POST", "/set_internal_state", json=body)
+        answer = self._ask("POST", "/set_internal_state", json=body, headers=headers)
         if answer.status_code != 200:
             raise ServerError(f"the server refused {values}: {answer.text}")
 
@@ -441,6 +445,14 @@ class ServerProcess:
             self._ask("POST", "/abort_request", json={"rid": "", "abort_all": True})
             time.sleep(0.5)
 
-    def _ask(self, method: str, path: str, json: Any = None, timeout: float = 30.0) -> httpx.Response:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        json: Any = None,
+        timeout: float = 30.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx.Response:
         """Raises httpx.HTTPError."""
-        return httpx.request(method, self.url + path, json=json, timeout=timeout, headers=self.spec.headers)
+        headers = headers or self.spec.headers
+        return httpx.request(method, self.url + path, json=json, timeout=timeout, headers=headers)

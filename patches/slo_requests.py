@@ -107,7 +107,8 @@ def _attach(obj: Any, request: Any, nvext: Any = None) -> None:
             return params  # the boundary says what is wrong with it
         slo = headers.resolve(custom, slo_classes(), nvext)
         priorities.add(slo.priority)
-        slo = replace(slo, counted=slo.stated or not is_first)
+        if is_first and not slo.stated:
+            slo = replace(slo, counted=False)
         return {**params, "custom_params": slo.in_params(custom)}
 
     obj.sampling_params = [resolved(p) for p in given] if isinstance(given, list) else resolved(given)

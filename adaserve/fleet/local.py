@@ -236,7 +236,7 @@ class Fleet:
                 "--admin-api-key or --baseline-ms as well, so that classes mean the same SLOs on all replicas"
             )
             return
-        _fix_baseline(first, spec, baseline_ms)
+        first.fix_baseline(baseline_ms, bearer(spec.flags, "--admin-api-key"))
 
     def _await_ready(self, say: Callable[[str], None]) -> None:
         end_s = time.monotonic() + 120.0
@@ -313,17 +313,6 @@ def _limit(log: Path) -> None:
         if log.stat().st_size > MOST_LOG_BYTES:
             shutil.copyfile(log, log.with_suffix(".earlier.log"))
             os.truncate(log, 0)
-
-
-def _fix_baseline(replica: ServerProcess, spec: ReplicaSpec, baseline_ms: float) -> None:
-    """Raises ServerError."""
-    body = {"server_args": {"adaserve_baseline_ms": baseline_ms}}
-    key = bearer(spec.flags, "--admin-api-key")
-    try:
-        url = replica.url + "/set_internal_state"
-        httpx.post(url, json=body, timeout=300.0, headers=key).raise_for_status()
-    except httpx.HTTPError as error:
-        raise ServerError(f"the first replica does not keep its baseline ({error})") from error
 
 
 def _settled_baseline_ms(replica: ServerProcess) -> float:

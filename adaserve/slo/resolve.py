@@ -162,13 +162,14 @@ class FromHeaders:
         tpot_ms, ttft_ms = _first(body.tpot_ms, header.tpot_ms), _first(body.ttft_ms, header.ttft_ms)
         cls = config.get(DEFAULT_CLASS if name is None else name)
         own_ms = tpot_ms is not None or ttft_ms is not None
-        names = ", ".join(config.classes)
         if own_ms and not config.limits.own_ms:
-            raise SLOError(f"this server does not take SLOs in milliseconds: name a class, {names}")
+            raise SLOError(
+                f"this server does not take SLOs in milliseconds: name a class, {', '.join(config.classes)}"
+            )
         if cls.name == CUSTOM_CLASS and not own_ms:  # any speed would do, and count as met
             raise SLOError(
                 f"class {CUSTOM_CLASS!r} is that of requests which state milliseconds, and this one states "
-                f"none: send {HEADER_TPOT[0]}, or name another class, {names}"
+                f"none: send {HEADER_TPOT[0]}, or name another class, {', '.join(config.classes)}"
             )
         priority = _integer("nvext.agent_hints.priority", hints.get("priority"), PRIORITY_RANGE)
         speculation = _speculation(f"custom_params.{SPECULATION_KEY}", params.get(SPECULATION_KEY))
