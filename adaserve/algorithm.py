@@ -42,7 +42,8 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         ensure_registered()
         require_applied()
         settle_classes()  # before any other process is started
-        config = AdaServeConfig.load()
+        config = AdaServeConfig.load().on(server_args.device)
+        config.export()
         refuse_unsupported(server_args, config)
         size_reserve(server_args, config)
         tell_what_is_not_used(server_args)
@@ -57,7 +58,7 @@ def size_reserve(args: Any, config: AdaServeConfig) -> None:
     used."""
     sizes = {
         "speculative_num_steps": (config.deepest, "--adaserve-max-depth"),
-        "speculative_eagle_topk": (config.max_width, "--adaserve-max-width"),
+        "speculative_eagle_topk": (config.widest, "--adaserve-max-width"),
         "speculative_num_draft_tokens": (1 + config.max_candidates, "--adaserve-budget"),
     }
     for name, (size, ours) in sizes.items():

@@ -130,7 +130,10 @@ def serve(
     suffix_memory_mb: Annotated[int, about_drafts("Memory limit for that text, in MB.", min=1)] = 128,
     budget: Budget = None,
     max_depth: Annotated[int, about_costs("Depth of the deepest candidate tree, in tokens.")] = 5,
-    max_width: Annotated[int, about_costs("Candidates per level of the widest tree.")] = 3,
+    max_width: Annotated[
+        int | None,
+        about_costs("Candidates per level of the widest tree.", show_default="3; on a GPU 8"),
+    ] = None,
     profile: Annotated[
         Path | None,
         about_costs(

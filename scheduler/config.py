@@ -11,6 +11,9 @@ from adaserve.scheduler.latency import LatencyModel, default_latency
 KNEE = 1.5
 """If no budget is given, B is how many tokens can be verified in this many times the time of a few."""
 
+NARROW = 3
+"""Beams of each request that every batch may have, whatever ``PolicyConfig.most_beams``."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
@@ -29,6 +32,9 @@ class PolicyConfig:
     d_min: int = 1
     d_max: int = 8
     w_max: int = 3
+    most_beams: int | None = None
+    """Of all requests in a draft step, where one has more than ``NARROW``; None = no limit. A GPU has graphs
+    of so wide drafts for few requests only."""
     n_max_factor: float = 1.2  # n_max = int(factor * B / n), the authors' public code
     B1: int | None = None  # verifier tokens per step in the EuroSys depth rule; None = B
     B2: int | None = None  # draft tokens per step in the EuroSys width rule; None = 3 B / 4
@@ -75,3 +81,9 @@ class PolicyConfig:
             raise ValueError(f"the first of several draft_windows must be 0, got {self.draft_windows}")
         if not self.fixed_branching or min(self.fixed_branching) < 1:
             raise ValueError(f"fixed_branching needs children >= 1 at every step, got {self.fixed_branching}")
+
+    def widest(self, n: int) -> int:
+        """Beams of each of n requests in a draft step, at most."""
+        if self.most_beams is None:
+            return self.w_max
+        return min(self.w_max, max(NARROW, self.most_beams // n))

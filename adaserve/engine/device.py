@@ -224,6 +224,11 @@ class Device(Protocol):
         """`priced` drafts only for at least this much gain: trees cost more than the latency model says."""
         ...
 
+    @property
+    def most_beams(self) -> int | None:
+        """Of all requests in a draft step, where one has more than ``NARROW``; None = no limit."""
+        ...
+
     def is_busy(self) -> bool:
         """Whether it works on what was queued, so that the host has time."""
         ...

@@ -54,8 +54,13 @@ class ServedPolicies:
         if config.has_self and config.leaves_window:
             raise ValueError(f"{name} chooses no draft window: give one, as in {name}@{self._windows[1]}")
         # If the draft cannot be stopped early, the planned depth itself must pay.
-        early_stop, least_gain = self._device.stops_early, self._device.least_gain
-        settings = config.for_policies(costs=self._costs, early_stop=early_stop, least_gain=least_gain)
+        device = self._device
+        settings = config.for_policies(
+            costs=self._costs,
+            early_stop=device.stops_early,
+            least_gain=device.least_gain,
+            most_beams=device.most_beams,
+        )
         return build_policy(name, settings)
 
     @property

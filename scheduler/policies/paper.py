@@ -47,7 +47,8 @@ class AdaServePolicy(BasePolicy):
         B = self.budget
         B1 = B if c.B1 is None else c.B1
         B2 = 0.75 * B if c.B2 is None else c.B2
-        depth, width = eurosys_shape(n, B1=B1, B2=B2, c1=c.c1, c2=c.c2, d=(c.d_min, c.d_max), w_max=c.w_max)
+        d, w_max = (c.d_min, c.d_max), c.widest(n)
+        depth, width = eurosys_shape(n, B1=B1, B2=B2, c1=c.c1, c2=c.c2, d=d, w_max=w_max)
         return Shape(Draft(depth, width), B, self._n_max(n, B))
 
     def _n_max(self, n: int, B: int) -> int:
@@ -72,7 +73,7 @@ class AdaServeV1Policy(AdaServePolicy):
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """d and w of v1; n > B drafts nothing instead of v1's wasted max(1, ...)."""
         n, B = len(running), self.budget
-        depth, width = v1_shape(n, B, self.config.d_max, self.config.w_max)
+        depth, width = v1_shape(n, B, self.config.d_max, self.config.widest(n))
         return Shape(Draft(depth, width), B, self._n_max(n, B))
 
 

@@ -164,7 +164,8 @@ class PricedPolicy(BasePolicy):
         row_s = max(0.0, self.costs.draft_step_s(2 * n, read) - first_s)
         start_s = plain_s + self.costs.draft_start_s(n) + first_s
         open_rows = [float(n)] * deepest if left is None else left[:, :deepest].sum(axis=0).tolist()
-        beams = regime.surplus.cumsum(axis=1).T.tolist()
+        widest = c.widest(n)
+        beams = regime.surplus[:, :widest].cumsum(axis=1).T.tolist()
         depth, width, best = 0, 1, (1.0 + c.least_gain) * roots / plain_s
         for w, levels in enumerate(beams):
             value, seconds, least = roots, start_s, math.inf
@@ -179,7 +180,7 @@ class PricedPolicy(BasePolicy):
         turn, since = divmod(self._drafts_at(running), c.probe_every)
         probing = since == c.probe_every - 1
         if probing:
-            width = min(c.w_max, width + 1)
+            width = min(widest, width + 1)
         if depth:
             regime.in_vain = 0
         # While drafting does not pay, probes get rarer. What a plan wants of the next iteration may not be

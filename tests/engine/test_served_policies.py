@@ -16,7 +16,7 @@ COSTS = LearnedCosts(LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_to
 
 
 def served(windows: bool = True, **config: Any) -> ServedPolicies:
-    device: Any = SimpleNamespace(stops_early=True, least_gain=0.05)
+    device: Any = SimpleNamespace(stops_early=True, least_gain=0.05, most_beams=24)
     return ServedPolicies(AdaServeConfig(**config), COSTS, device, windows)
 
 
@@ -31,7 +31,7 @@ def test_a_name_says_what_drafts_read() -> None:
 def test_a_policy_has_the_settings_of_its_server() -> None:
     config = served(max_depth=4, max_width=2, budget=30).current.config  # type: ignore[attr-defined]
     assert (config.d_max, config.w_max, config.budget) == (4, 2, 30)
-    assert (config.costs, config.early_stop, config.least_gain) == (COSTS, True, 0.05)
+    assert (config.costs, config.early_stop, config.least_gain, config.most_beams) == (COSTS, True, 0.05, 24)
 
 
 def test_windows_are_offered_where_drafts_can_read_them() -> None:

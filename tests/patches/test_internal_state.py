@@ -30,7 +30,7 @@ class Server:
     def __init__(self, alone: bool = True, learns: bool = False) -> None:
         self.chosen: list[Any] = []
         config, costs, device = AdaServeConfig(), LearnedCosts(LATENCY), SimpleNamespace()
-        device.stops_early, device.least_gain = True, 0.05
+        device.stops_early, device.least_gain, device.most_beams = True, 0.05, None
         self.policies = ServedPolicies(config, costs, device)  # type: ignore[arg-type]
         self.pacer = PrefillPacer(config, costs, SimpleNamespace(), {}, alone)  # type: ignore[arg-type]
         worker = SimpleNamespace(

@@ -156,6 +156,18 @@ def test_nothing_is_drafted_for_equal_shares_of_a_root():
     assert depths[:2] == [0, 0] and min(depths[2:]) > 0
 
 
+@pytest.mark.parametrize("name", ["adaserve", "adaserve-v1", "priced"])
+def test_wide_drafts_are_for_few_requests(name):
+    """A GPU has graphs of them for 24 beams in all; three beams are for everybody."""
+    latency = LatencyModel(ForwardCost(1.2e-3, per_token_s=2e-6), ForwardCost(4.7e-3, per_token_s=4e-6))
+    policy = build_policy(name, PolicyConfig(latency=latency, budget=512, w_max=8, most_beams=24))
+    widths = [policy.plan(running(n), 1.0).draft.width for n in (1, 3, 4, 5, 8, 64)]
+    assert all(w <= most for w, most in zip(widths, (8, 8, 6, 4, 3, 3), strict=True))
+    assert widths[0] > 3, "side beams of a lone request cost next to nothing"
+    assert [PolicyConfig(w_max=2, most_beams=24).widest(n) for n in (1, 64)] == [2, 2]
+    assert [PolicyConfig(w_max=8).widest(n) for n in (1, 64)] == [8, 8]
+
+
 def test_shape_rules_of_both_papers():
     def artifact(n: int) -> tuple[int, int]:  # Llama-70B: D 4..8, W 3, B1 512, B2 96
         return eurosys_shape(n, B1=512, B2=96, c1=0, c2=0, d=(4, 8), w_max=3)

@@ -102,7 +102,7 @@ def test_flags_beat_the_environment(started: list[list[str]], tmp_path: Path) ->
     result = CliRunner().invoke(app, ["serve", *words])
     assert result.exit_code == 0, result.output
     config = AdaServeConfig(**json.loads(os.environ[ENV]))
-    assert (config.policy, config.max_depth, config.max_width, config.drafts) == ("none", 3, 3, "suffix")
+    assert (config.policy, config.max_depth, config.max_width, config.drafts) == ("none", 3, None, "suffix")
     os.environ[ENV] = "{policy: none}"
     refused = CliRunner().invoke(app, ["serve"])
     assert refused.exit_code == 2 and "not valid JSON" in refused.output and len(started) == 1

@@ -70,7 +70,7 @@ def _found(rows: int, depth: int, width: int, device: torch.device) -> Beams:
         lambda buffers, rows, place: SdpaKernel(buffers),
         _Graphs(capture=device.type == "cuda"),
         AttentionBuffers.allocate(rows * room, rows * (1 + width) * room, device),
-        Sizes(tiers, tiers, rows, rows, depth, width, frozenset({SearchKey(rows, shape.beams)})),
+        Sizes(tiers, tiers, rows, rows, depth, (width,), frozenset({SearchKey(rows, shape.beams)})),
         torch.arange(rows * room, dtype=torch.int32, device=device).view(rows, room),
         candidates=max(width, 3),
         last_position=room,

@@ -120,7 +120,7 @@ class Sweep:
                 "model": self.spec.model or f"embedded pair, {self.spec.size} parameters",
                 "draft": self.spec.draft or "embedded",
                 "max_depth": config.max_depth,
-                "max_width": config.max_width,
+                "max_width": config.widest,
                 "budget": config.budget,
                 "cpu_weights": config.cpu_weights,
                 "prefill": config.prefill,

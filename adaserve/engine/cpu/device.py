@@ -42,6 +42,7 @@ class CpuDevice:
 
     stops_early = True
     least_gain = LEAST_GAIN
+    most_beams = None
 
     def __init__(
         self,

@@ -185,7 +185,7 @@ class BeamSearches:
         step = _Step(there["tokens"], positions, slots, ends, prepared.seen.expand(key.rows, -1, -1))
         before = self._before(there, places)
         logits, states = self._step(prepared, step, before, slice(q - 1, None, q))  # of the roots
-        logprob, token = best_children(parts, logits, reading(there, 1), base)
+        logprob, token = best_children(parts, shape, logits, reading(there, 1), base)
         levels.start(logprob[:, 0], token[:, 0])
         # Where nodes stand is worked out for all that are expanded; what they are, level by level.
         positions, slots = self._standing(prepared, there)
@@ -201,7 +201,7 @@ class BeamSearches:
             step = _Step(tokens, angle, slot, there[f"ends-{q}"], seen)
             before = self._before_level(states, levels, depth)
             logits, states = self._step(prepared, step, before, slice(None))
-            levels.grow(depth, *best_children(parts, logits, readings[q], at))
+            levels.grow(depth, *best_children(parts, shape, logits, readings[q], at))
         return levels.found
 
     def _standing(self, prepared: _Prepared, there: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -246,12 +246,13 @@ def reading(there: Mapping[str, Tensor], q: int) -> tuple[Tensor, ...]:
 
 
 def best_children(
-    parts: Parts, logits: Tensor, read: tuple[Tensor, ...], positions: Tensor
+    parts: Parts, shape: TreeShape, logits: Tensor, read: tuple[Tensor, ...], positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (fp32) and ids of the best tokens [R, q, K]; ``positions`` [R, q]."""
+    """Log-probabilities (fp32) and ids of the best tokens [R, q, K], enough for a search of ``shape``;
+    ``positions`` [R, q]."""
     rows, q, _ = logits.shape
     flat, words, (scale, spread, keys) = logits.flatten(0, 1), parts.words, read
-    logprob, found = noise.best(flat, scale, spread, keys, positions.flatten(), words, parts.candidates)
+    logprob, found = noise.best(flat, scale, spread, keys, positions.flatten(), words, parts.best(shape))
     tokens = found if words is None else words[found]
     return logprob.view(rows, q, -1), tokens.view(rows, q, -1)
 

@@ -60,6 +60,10 @@ MOST_CAPTURED_TOKENS = 512
 MEASURED_KEYS = 1 << 20
 """Cached tokens of the largest forward that is measured at start (128 requests of 4 tokens at 4096)."""
 
+MOST_BEAMS = 24
+"""Of all requests in a draft step that is wider than ``NARROW``. With the costs of an H200, drafts of up to
+eight beams pay for that many; the graphs of more would only take time and memory at the start."""
+
 LEAST_TOKENS = 512
 """Tokens that forwards have room for, at least."""
 
@@ -77,6 +81,25 @@ def listings_of_none(table: Tensor, most_rows: int) -> Iterator[tuple[Any, ...]]
         yield rows[:n], table, lens[:n], lens[:n], slots[place:], n
 
 
+def served_sizes(config: AdaServeConfig, most_rows: int) -> Sizes:
+    """Those of a server that runs so many requests at a time."""
+    policies = config.for_policies(most_beams=MOST_BEAMS)
+    widest = {n: policies.widest(n) for n in range(1, most_rows + 1)}
+    tokens = max(n * max(1 + config.candidates(w), FIRST * w) for n, w in widest.items())
+    rows = Tiers.up_to(min(most_rows, MOST_CAPTURED_ROWS))
+    return Sizes(
+        rows=rows,
+        # In smaller steps, since there tokens cost time: 64 more of them 0.7 to 1.4 ms on an H200.
+        tokens=Tiers.up_to(min(tokens, MOST_CAPTURED_TOKENS), steps=4),
+        most_rows=most_rows,
+        most_tokens=max(LEAST_TOKENS, tokens),
+        depth=config.max_depth,
+        # The fewest requests that are padded to a tier are one more than the tier before has.
+        widths=tuple(widest[1 + below] for below in (0, *rows.sizes[:-1])),
+        columns=1 + config.max_candidates,
+    )
+
+
 def largest_forward(sizes: Sizes, pool_rows: int) -> tuple[int, int]:
     """Requests, padding included, and tokens of any forward, at most. Searches pad rows to a tier, graphs of
     prompts have room for as many whoever is served, and what is measured at the start has all requests that
@@ -90,6 +113,7 @@ class GpuDevice:
 
     stops_early = False
     least_gain = 0.0
+    most_beams = MOST_BEAMS
 
     def __init__(
         self,
@@ -115,23 +139,12 @@ class GpuDevice:
         """For ``ModelRunner``s: static buffers of the sizes that will be served, and their graphs."""
         device = torch.device(target.device)
         table = target.req_to_token_pool.req_to_token
-        most_rows, widest = int(target.max_running_requests), 1 + config.max_candidates
-        needed = most_rows * max(widest, FIRST * config.max_width)
-        most_tokens = max(LEAST_TOKENS, needed)
-        context = int(table.shape[1])
-        sizes = Sizes(
-            rows=Tiers.up_to(min(most_rows, MOST_CAPTURED_ROWS)),
-            # In smaller steps, since there tokens cost time: 64 more of them 0.7 to 1.4 ms on an H200.
-            tokens=Tiers.up_to(min(needed, MOST_CAPTURED_TOKENS), steps=4),
-            most_rows=most_rows,
-            most_tokens=most_tokens,
-            depth=config.max_depth,
-            width=config.max_width,
-            columns=widest,
-        )
-        kv_entries = max((most_rows + 1) * (context + widest), MEASURED_KEYS)
+        most_rows, context = int(target.max_running_requests), int(table.shape[1])
+        sizes = served_sizes(config, most_rows)
+        longest = context + sizes.columns
+        kv_entries = max((most_rows + 1) * longest, MEASURED_KEYS)
         # All tokens of the largest forward against the longest list there can be, every request on a byte.
-        mask_bytes = most_tokens * (context + widest) // 8 + most_rows + 1
+        mask_bytes = sizes.most_tokens * longest // 8 + most_rows + 1
         largest = largest_forward(sizes, int(table.shape[0]))
         attention, make = kernel_maker(config.attention, target, device, *largest)
         buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device)
@@ -145,7 +158,7 @@ class GpuDevice:
                 buffers,
                 replace(sizes, captured=frozenset(keys)),
                 table,
-                candidates=max(config.max_width, *config.for_policies().fixed_branching),
+                candidates=max(config.widest, *config.for_policies().fixed_branching),
                 last_position=int(target.model_config.context_len) - 1,
                 last_token=int(runner.model_config.vocab_size) - 1,
                 follows=attention != "flashinfer",

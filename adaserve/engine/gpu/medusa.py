@@ -104,7 +104,7 @@ class GpuMedusa:
         states = self._states(self.hidden.read(slots), depth)
         for step in range(1, depth + 1):
             logits = functional.linear(states[step - 1], self._lm_heads[step - 1])
-            best = best_children(self._parts, logits[:, None], reading(there, 1), base + (step - 1))
+            best = best_children(self._parts, shape, logits[:, None], reading(there, 1), base + (step - 1))
             if step == 1:
                 levels.start(*(values[:, 0] for values in best))
             else:  # all nodes of a level have the same children

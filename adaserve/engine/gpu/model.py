@@ -24,7 +24,9 @@ from adaserve.engine.gpu.attention import (
 )
 from adaserve.engine.gpu.graphs import GraphTable
 from adaserve.engine.gpu.sizes import FIRST, Key, SearchKey, Sizes
+from adaserve.engine.trees.shape import TreeShape
 from adaserve.engine.trees.verify import SCRATCH_SLOT
+from adaserve.scheduler.config import NARROW
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class SGLangCall:
 class Parts:
     """What all forwards of one model work with.
 
-    ``candidates``: how many best tokens a draft step needs. ``last_position``: highest position with a
+    ``candidates``: how many best tokens a draft step needs, at most. ``last_position``: the highest with a
     rotary angle; tokens beyond it are never kept, so they may compute anything. ``last_token``: the last row
     of the embedding; a target with more of them only pads further, but its padding must not be looked up.
     ``first``: tokens per request that the first step of a search has room for. ``follows``: as in
@@ -163,10 +165,14 @@ class Parts:
     @cached_property
     def logits(self) -> LogitsRoom:
         """With room for what has a graph."""
-        of_search, captured = max(self.first, self.sizes.width), self.sizes.captured
-        most = [k.tokens if isinstance(k, Key) else k.rows * of_search for k in captured]
+        captured = self.sizes.captured
+        most = [k.tokens if isinstance(k, Key) else k.rows * max(self.first, *k.beams) for k in captured]
         words = self.last_token + 1 if self.words is None else len(self.words)
         return LogitsRoom(max(most, default=0), words, self.device)
+
+    def best(self, shape: TreeShape) -> int:
+        """How many best tokens each step of a search looks for. Kernels are compiled for two such numbers."""
+        return NARROW if shape.children <= NARROW else self.candidates
 
     def slots(self, pool_rows: Tensor, places: Tensor) -> Tensor:
         """int64: where the KV of tokens goes; places below 0 are padding's."""

@@ -72,9 +72,14 @@ class Sizes:
     most_rows: int  # requests that run at a time
     most_tokens: int  # of any forward
     depth: int = 1  # of the deepest beam search with a graph
-    width: int = 1  # and of the widest
+    widths: tuple[int, ...] = (1,)  # and beams of the widest, for each tier of rows
     captured: frozenset[Key | SearchKey] = frozenset()  # what is served often: each has a graph
     columns: int = 64  # of the widest window of a verification with a graph
+
+    @property
+    def width(self) -> int:
+        """Beams of the widest search with a graph."""
+        return max(self.widths)
 
     def verification(self, tokens: int, rows: int = 0, width: int = 1) -> Key:
         """The padded size for ``tokens`` of ``rows`` requests, with windows of ``width`` columns: one request
@@ -93,8 +98,8 @@ class Sizes:
 
     def searches(self) -> Iterator[SearchKey]:
         """Beam searches of every depth and width, for every tier of rows; the largest first."""
-        for rows in reversed(self.rows.sizes):
-            for width in range(self.width, 0, -1):
+        for rows, widest in reversed([*zip(self.rows.sizes, self.widths, strict=True)]):
+            for width in range(widest, 0, -1):
                 for depth in range(self.depth, 0, -1):
                     yield SearchKey(rows, (width,) * depth)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,6 +30,13 @@ class TreeShape:
     @property
     def nodes(self) -> int:
         return self.start[-1]
+
+    @property
+    def children(self) -> int:
+        """Of one node, at most."""
+        if not self.is_branching:
+            return self.beams[0]
+        return max(now // before for before, now in pairwise((1, *self.beams)))
 
     @property
     def width(self) -> int:

@@ -139,7 +139,7 @@ def device_heads(case: Setting, target: Any, captured: bool) -> GpuMedusa:
     shapes = [tree_shape(depth, width, None) for depth in (1, 3) for width in (2, 3)]
     tiers = Tiers((4, 8))
     keys = frozenset(SearchKey(4, shape.beams) for shape in shapes) if captured else frozenset()
-    sizes = Sizes(tiers, tiers, 8, 8, depth=4, width=3, captured=keys)
+    sizes = Sizes(tiers, tiers, 8, 8, depth=4, widths=(3, 3), captured=keys)
     buffers = AttentionBuffers.allocate(16, 16, torch.device("cpu"))
     parts = Parts(None, None, GraphTable(False), buffers, sizes, case.table, 3, 63, 511)  # type: ignore[arg-type]
     return GpuMedusa(case.heads, parts, case.states, target.lm_head.weight.detach())

@@ -159,7 +159,12 @@ def host_device(
 
 
 SIZES = Sizes(
-    Tiers((1, 2, 4, 8)), Tiers((1, 2, 4, 8, 16, 32, 64)), most_rows=8, most_tokens=64, depth=5, width=4
+    Tiers((1, 2, 4, 8)),
+    Tiers((1, 2, 4, 8, 16, 32, 64)),
+    most_rows=8,
+    most_tokens=64,
+    depth=5,
+    widths=(4,) * 4,
 )
 
 

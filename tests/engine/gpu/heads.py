@@ -23,7 +23,7 @@ from tests.engine.heads import Head
 from tests.engine.mtp import Mtp
 
 SIZES = Sizes(
-    Tiers((1, 2, 4)), Tiers((1, 2, 4, 8, 16, 32, 64)), most_rows=4, most_tokens=64, depth=4, width=4
+    Tiers((1, 2, 4)), Tiers((1, 2, 4, 8, 16, 32, 64)), most_rows=4, most_tokens=64, depth=4, widths=(4,) * 3
 )
 
 

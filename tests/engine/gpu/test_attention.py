@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from adaserve.config import AdaServeConfig
 from adaserve.engine.gpu import kernel_choice, tiles
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
 from adaserve.engine.gpu.attention_kernel import (
@@ -25,6 +26,7 @@ from adaserve.engine.gpu.attention_kernel import (
     Workspace,
     tiles_of,
 )
+from adaserve.engine.gpu.device import served_sizes
 from adaserve.engine.gpu.flashinfer_kernel import FlashInferKernel
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable
@@ -32,7 +34,7 @@ from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.kernel_choice import usable
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.model import Inputs, Output, Parts
-from adaserve.engine.gpu.sizes import READ_AT_ONCE, Sizes, Tiers
+from adaserve.engine.gpu.sizes import READ_AT_ONCE
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import CPU
 from tests.engine.gpu.scripts import python
@@ -167,7 +169,7 @@ def test_texts_of_any_length_are_read_by_kernels_that_are_compiled(q_heads: int,
     def call(inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
         return Output(torch.zeros(len(inputs.tokens), 9))
 
-    sizes = Sizes(Tiers.up_to(64), Tiers.up_to(512, steps=4), most_rows=64, most_tokens=1024, columns=24)
+    sizes = served_sizes(AdaServeConfig(), most_rows=64)
     parts = Parts(
         call, lambda buffers, *_: Kernel(buffers), GraphTable(capture=False),
         AttentionBuffers.allocate(1 << 14, 1 << 18, CPU), replace(sizes, captured=frozenset(sizes.drafts())),

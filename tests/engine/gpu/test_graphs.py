@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.config import AdaServeConfig
 from adaserve.engine.gpu import beam_search, model
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel
-from adaserve.engine.gpu.device import GpuDevice
+from adaserve.engine.gpu.device import MOST_BEAMS, GpuDevice, served_sizes
 from adaserve.engine.gpu.graphs import (
     LEAST_FREE_BYTES,
     CapturedGraph,
@@ -211,7 +212,7 @@ def test_padding_before_a_short_text_sees_something(cached: int) -> None:
 
 
 def test_keys() -> None:
-    sizes = Sizes(Tiers((1, 4)), Tiers((1, 4)), most_rows=64, most_tokens=64, depth=5, width=3)
+    sizes = Sizes(Tiers((1, 4)), Tiers((1, 4)), most_rows=64, most_tokens=64, depth=5, widths=(3, 3))
     keys = list(sizes.searches())
     assert len(keys) == len(set(keys)) == 2 * 5 * 3, "one graph for a whole draft: by rows, depth and width"
     assert keys[0] == SearchKey(4, (3,) * 5), "the largest first, or the smaller ones cannot reuse its memory"
@@ -225,6 +226,19 @@ def test_keys() -> None:
     assert few.verification(4).rows == 3, "the requests that can be there, and one for the padding"
     assert few.verification(4, rows=6).rows == 7
     assert [k.tokens for k in few.verifications()] == [4, 1]
+
+
+def test_sizes_that_are_served() -> None:
+    """Wide searches have graphs for few requests, and nobody's forward is larger than there is room for."""
+    sizes = served_sizes(AdaServeConfig(max_width=8, forced_depth=0), most_rows=64)
+    assert dict(zip(sizes.rows.sizes, sizes.widths, strict=True)) == {
+        1: 8, 2: 8, 4: 8, 8: 4, 12: 3, 16: 3, 24: 3, 32: 3, 48: 3, 64: 3,
+    }  # fmt: skip
+    assert (sizes.columns, sizes.most_tokens) == (1 + 5 * 8, 64 * (1 + 5 * 3))
+    assert served_sizes(AdaServeConfig(max_width=8, forced_depth=0), most_rows=2).tokens.sizes[-1] == 2 * 41
+    policies = AdaServeConfig(max_width=8).for_policies(most_beams=MOST_BEAMS)
+    for n in range(1, 65):
+        assert SearchKey(sizes.rows.fit(n), (policies.widest(n),) * 5) in set(sizes.searches())
 
 
 def test_packed_uploads() -> None:

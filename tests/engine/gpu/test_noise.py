@@ -98,7 +98,7 @@ none = torch.zeros(len(keys), 1300), scale, torch.ones(len(keys)), keys, positio
 words = torch.randperm(128_000, generator=torch.Generator().manual_seed(1))[:1300]
 worst.append(float((noise.read(*none) - read_fused(*none)).abs().max()))
 for some in (None, words):
-    for count in (1, 3):
+    for count in (1, 3, 8):
         few = [values[:9] for values in none]
         (right, columns), (got, at) = (make(*few, some, count) for make in (noise.best, best_fused))
         assert torch.equal(columns, at) and at.dtype == torch.int64
