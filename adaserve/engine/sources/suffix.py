@@ -19,7 +19,7 @@ from adaserve.engine.requests import rows_of_pool
 from adaserve.engine.sources.match_rates import FIRST_QUARTER, KINDS, PER_KIND, UNKNOWN_NOISE, MatchRates
 from adaserve.engine.sources.rates import LEAST
 from adaserve.engine.sources.source import TreeSource
-from adaserve.engine.sources.text_index import BYTES_PER_TOKEN, Text, TextIndex
+from adaserve.engine.sources.text_index import BYTES_PER_TOKEN, ORDERS, Text, TextIndex
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
@@ -171,9 +171,9 @@ class SuffixSource(TreeSource):
             return
         del self._row[request.rid]
         request.tree = _Tree()
-        if self._tenant is None:
-            self._drop(request)
-        elif request.text is not None:
+        if self._tenant is None or request.text is None or len(request.text) <= ORDERS[0]:
+            self._drop(request)  # in a text so short nothing can be found
+        else:
             self._ended.append(request)
             self._kept += len(request.text)
 

@@ -13,8 +13,9 @@ from itertools import count
 ORDERS = (3, 6, 12, 24)
 """Lengths of the contexts that are indexed, in tokens; each is twice the one before."""
 
-BYTES_PER_TOKEN = 640
-"""Memory of an indexed token, all containers included (CPython 3.11 to 3.13, rounded up)."""
+BYTES_PER_TOKEN = 720
+"""Most memory of an indexed token, all containers included (CPython 3.11 to 3.13). Where old texts have made
+room, a dictionary has up to six times the room that its entries need."""
 
 _SHIFT = 40
 """A place is ``text << _SHIFT | position``."""

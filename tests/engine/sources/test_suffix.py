@@ -212,6 +212,16 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     assert chain(server.offer(7)) == [211, 212, 213, 214, 215, 216]
 
 
+def test_a_text_in_which_nothing_can_be_found_is_not_kept() -> None:
+    """It takes more memory than its tokens are counted for."""
+    server = Server(tenants=True)
+    for prompt, kept in (([1], 0), ([1, 2], 0), ([1, 2, 3], 4)):
+        server.start(0, prompt, 9)
+        server.offer(0)
+        server.source.finished(0, False)
+        assert server.source.tokens == kept
+
+
 def test_a_prompt_that_does_not_fit_takes_nobodys_room() -> None:
     """Neither at once nor chunk by chunk."""
     server = Server(memory=15 * BYTES_PER_TOKEN, tenants=True)

@@ -101,20 +101,22 @@ def test_another_context_of_the_same_hash_is_no_match() -> None:
     assert [m.position for m in index.matches(text)] == [2]
 
 
-def test_memory_stays_within_what_a_token_is_counted_for() -> None:
-    tokens = np.random.default_rng(0).integers(0, 100_000, 40_000).tolist()
+@pytest.mark.parametrize(("count", "length"), [(20_000, 1000), (3000, 250)])
+def test_memory_stays_within_what_a_token_is_counted_for(count: int, length: int) -> None:
+    """Also where a dictionary has six times the room that it needs."""
+    tokens = np.random.default_rng(0).integers(0, 100_000, 2 * count).tolist()
     tracemalloc.start()
     try:
         index = TextIndex()
-        texts = [grown(index, tokens[i : i + 1000]) for i in range(0, 20_000, 1000)]
-        for i in range(20_000, 40_000, 1000):  # as many as before, and as many again in place of the old
+        texts = [grown(index, tokens[i : i + length]) for i in range(0, count, length)]
+        for i in range(count, 2 * count, length):  # as many again in place of the old
             index.remove(texts.pop(0))
-            texts.append(grown(index, tokens[i : i + 1000]))
+            texts.append(grown(index, tokens[i : i + length]))
         used = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert used < 20_000 * BYTES_PER_TOKEN
-    assert used > 20_000 * BYTES_PER_TOKEN / 4, "counted for far more than it needs"
+    assert used < count * BYTES_PER_TOKEN
+    assert used > count * BYTES_PER_TOKEN / 4, "counted for far more than it needs"
     for text in texts:
         index.remove(text)
     assert len(index) == 0 and not index.matches(index.start())
