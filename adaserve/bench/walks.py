@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,6 +261,7 @@ class MedusaWalk(Walk):
     ) -> None:
         self.target, self.heads = target, heads
         self.read_with = [observe(target, torch.from_numpy(t.tokens)[None]).last[0] for t in texts]
+        plan = replace(plan, depth=min(plan.depth, len(heads)))  # as on a server
         super().__init__(texts, rows, plan, folder)
 
     def make(self, slots: int) -> MedusaForward:

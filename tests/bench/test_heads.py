@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def test_accepts_what_the_training_network_would(
     if kind == "eagle3":
         walk, drafter = EagleWalk(target, head, texts, 2, PLAN, tmp_path), HeadDrafter(target, head)
     elif kind == "medusa":
-        blocks = random_blocks(target)
-        walk = MedusaWalk(target, blocks.published(), texts, 2, PLAN, tmp_path)
+        blocks, deeper = random_blocks(target), replace(PLAN, depth=PLAN.depth + 2)  # than there are heads
+        walk = MedusaWalk(target, blocks.published(), texts, 2, deeper, tmp_path)
         drafter = MedusaDrafter(target, blocks)
     else:
         walk, drafter = ModelWalk(drafts, texts, 2, PLAN, tmp_path), ModelDrafter(drafts)
