@@ -286,7 +286,8 @@ def _print_report(report: dict[str, Any]) -> None:
     for row in report["acceptance"]:
         table.add_row(*(str(row[c]) for c in columns))
     console.print(table)
-    _print_contexts(report["contexts"])
+    if report["contexts"]:  # not of heads
+        _print_contexts(report["contexts"])
     console.print(f"draft logits are read at tau: {report['draft_temperature']}")
     for temperature, measured in report["reliability"].items():
         console.print(f"T={temperature}: path probabilities are off by {measured['error']} on average")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,3 +112,12 @@ def test_what_was_trained_is_measured_where_it_was_put(
     assert got.exit_code == 0, got.output
     assert "copy it to FOLDER/draft" in got.output
     assert "`adaserve pair eval --pair FOLDER --calibrate`" in got.output
+
+
+def test_heads_have_no_table_of_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are measured after short texts alone."""
+    report: dict[str, Any] = {"acceptance": [], "contexts": [], "draft_temperature": {}, "reliability": {}}
+    monkeypatch.setattr("adaserve.pair.evaluate.evaluate", lambda *_, **__: report)
+    got = CliRunner().invoke(app, ["pair", "eval", "--only", "eagle3"])
+    assert got.exit_code == 0 and "Trees of depth 4" in got.output, got.output
+    assert "long texts" not in got.output
