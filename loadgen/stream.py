@@ -276,7 +276,7 @@ class _Reader:
         self._seen = 0
         self._events = 0
         self._done = False
-        self._usage_tokens: int | None = None
+        self._usage_tokens: int | None = None  # more than 0: servers that do not count may say 0
 
     def read(self, response: HTTPSocketResponse, sock: _TimedSocket) -> None:
         self.record.http_status = response.status_code
@@ -312,8 +312,7 @@ class _Reader:
         if event.text or event.finish_reason:
             self._token(event, at_s)
         record.finish_reason = event.finish_reason or record.finish_reason
-        if event.output_tokens is not None:
-            self._usage_tokens = event.output_tokens
+        self._usage_tokens = event.output_tokens or self._usage_tokens
         record.prompt_tokens = event.prompt_tokens or record.prompt_tokens
         record.accept_length = event.accept_length or record.accept_length
         record.server_slo = event.server_slo or record.server_slo
@@ -344,8 +343,8 @@ class _Reader:
         record.error, record.finish_reason = map(_encodable, (record.error, record.finish_reason))
         record.end_s = self.now()
         record.itl_ms = self._gaps_ms
-        record.output_tokens = self._usage_tokens if self._usage_tokens is not None else record.n_chunks
-        record.token_source = "usage" if self._usage_tokens is not None else "chunks"
+        record.output_tokens = self._usage_tokens or record.n_chunks
+        record.token_source = "usage" if self._usage_tokens else "chunks"
         record.first_chunk_tokens = min(record.first_chunk_tokens, max(1, record.output_tokens))
         if record.ok and not self.text and record.output_tokens == 0:
             record.error = "the answer holds no token"

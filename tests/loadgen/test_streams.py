@@ -89,6 +89,7 @@ STREAMS = {
     "no [DONE]": Stream([*ABC, usage(3)]),
     "something after it": Stream([*ABC, usage(3), DONE, event("d")]),
     "no usage": Stream([*ABC, DONE], source="chunks"),
+    "usage of a server that does not count": Stream([*ABC, usage(0), DONE], source="chunks"),
     "reasoning": Stream(
         [event(role="assistant", content=""), event(reasoning_content="a"), event(content="bc"),
          event("", "stop", content=""), usage(3), DONE],
@@ -109,7 +110,8 @@ STREAMS = {
         [event("", "stop"), usage(1), DONE], text="", tokens=1, chunks=0
     ),
     "no token": Stream(
-        [event("", "stop"), usage(0), DONE], text="", tokens=0, chunks=0, error="the answer holds no token"
+        [event("", "stop"), usage(0), DONE],
+        text="", tokens=0, chunks=0, source="chunks", error="the answer holds no token",
     ),
     "aborted": Stream(
         [event("a"), event("b", "abort"), usage(2), DONE],
