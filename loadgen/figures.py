@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 COLORS = ("#2f6fde", "#d9730d", "#0d8f83", "#8a4fd0", "#b5316f", "#5d7a12", "#8c8c8c")
 STYLES = ("-", "--", ":", "-.")
 LIMIT = "#c0342b"
 """Colour of a line that should not be crossed."""
+_CHARACTER, _HANDLE = 0.065, 0.5  # inches, of a letter, and of what a legend has beside a name
 _INK = "#667085"  # can be read on white and on black: a page shows its figures on both
 _LOOK = {
     "font.size": 9.0,
@@ -51,10 +54,17 @@ def percent(axis: Any) -> None:
 
 
 def legend(figure: Any, ax: Any, columns: int = 6) -> None:
-    """One legend below all panels, with what ``ax`` shows."""
+    """One legend below all panels, with what ``ax`` shows, in as many columns as have room."""
     handles, labels = ax.get_legend_handles_labels()
-    if labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+    if not labels:
+        return
+
+    def fits(n: int) -> bool:
+        widest = [max(map(len, part)) for part in np.array_split(labels, n)]  # as matplotlib fills columns
+        return sum(_HANDLE + _CHARACTER * length for length in widest) <= figure.get_figwidth()
+
+    ncols = next(filter(fits, range(min(columns, len(labels)), 1, -1)), 1)
+    figure.legend(handles, labels, loc="outside lower center", ncols=ncols)
 
 
 def bars(
@@ -79,7 +89,9 @@ def bars(
         )  # fmt: skip
         if len(names) * len(series) <= 16:
             ax.bar_label(drawn, fmt=text, fontsize=7, padding=2)
-    ax.set_xticks(range(len(names)), [as_it_is(name) for name in names])
+    room = ax.get_position().width * ax.figure.get_figwidth() / len(names)
+    slope = {"rotation": 25, "ha": "right"} if max(map(len, names)) * _CHARACTER > room else {}
+    ax.set_xticks(range(len(names)), [as_it_is(name) for name in names], **slope)
 
 
 def save(figure: Any, path: Path) -> Path:

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,24 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
         assert {of_classes, of_settings} <= {t.strip() for t in texts}, name
         assert sum(t.strip() == name for t in texts) == 4, "in two legends, and below the bars of two figures"
         assert f">{html.escape(name)}</td>" in page
+
+
+@pytest.mark.parametrize("suffix", ["", "-llama-3.1-8b-instruct"])
+def test_no_name_is_cut_off_or_hides_another(suffix: str, tmp_path: Path) -> None:
+    """Few short names lie side by side, also where there is little more room than they take."""
+    names = ["coding", "summarization"] + [f"{k} of the assistant" for k in "abcdef" if suffix]
+    records = [record(k, name) for k, name in enumerate(names)]
+    runs = [read_run(folder(tmp_path / f"{server}{suffix}", records)) for server in ("priced", "sglang")]
+    for chart in build_charts(group_runs(runs)):
+        chart.figure.draw_without_rendering()
+        (legend,) = chart.figure.legends
+        drawn = legend.get_window_extent()
+        assert 0 <= drawn.x0 < drawn.x1 <= chart.figure.bbox.x1, chart.title
+        assert suffix or legend._ncols > 1, "no row for each"
+        labels = chart.figure.axes[0].get_xticklabels()
+        boxes = [label.get_window_extent() for label in labels]
+        apart = all(left.x1 < right.x0 for left, right in pairwise(boxes))
+        assert apart != all(label.get_rotation() for label in labels), chart.title
 
 
 def test_a_timeline_shows_classes_whose_requests_lie_far_apart(tmp_path: Path) -> None:
