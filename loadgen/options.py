@@ -68,6 +68,7 @@ def with_count(config: BenchConfig, values: Mapping[str, Any]) -> BenchConfig:
             "--num-prompts is the length of a run without a trace: it cannot be given with a trace, "
             "--duration or --max-requests"
         )
+    config = config.changed(max_requests=count)
     shared = any(c.arrivals is None and c.share > 0 for c in config.classes.values())
     processes = [c.arrivals for c in config.classes.values() if c.arrivals is not None]
     processes += [config.arrivals] * shared
@@ -78,7 +79,7 @@ def with_count(config: BenchConfig, values: Mapping[str, Any]) -> BenchConfig:
         )
     longest_s = [p.longest_s(count) for p in processes if p.rps > 0]
     duration_s = min(longest_s, default=config.duration_s)
-    return config.changed(max_requests=count, duration_s=duration_s, **warmup)
+    return config.changed(duration_s=duration_s, **warmup)
 
 
 def with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> BenchConfig:

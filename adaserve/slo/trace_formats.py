@@ -79,7 +79,7 @@ def detect_format(text: str, path: str) -> str:
         return "adaserve"
     if first == "{":
         return "adaserve-jsonl" if '"arrival_s"' in line else "jsonl"
-    columns = [c.strip().lower() for c in line.split(",")]
+    columns = [c.strip(' "').lower() for c in line.split(",")]
     if columns[:1] == ["timestamp"] and "contexttokens" in columns:
         return "azure"
     if "request tokens" in columns:
@@ -298,6 +298,8 @@ def _checked(row: TraceRow, where: str) -> TraceRow:
             raise TraceError(f"{where}: {key} must be text, not {value!r}")
         if value is not None and (odd := not_utf8(value)) is not None:
             raise TraceError(f"{where}: {key} holds {odd!r}, not a character of UTF-8")
+    if not (row.slo_class or "").isprintable():
+        raise TraceError(f"{where}: slo_class must be text in one line, not {row.slo_class!r}")
     for key in ("slo_tpot_ms", "slo_x_baseline", "slo_ttft_ms"):
         value = getattr(row, key)
         if value is not None and value <= 0:

@@ -52,6 +52,7 @@ TRACES = {
     "unsorted": (jsonl(10) + jsonl(5), "timestamps go back"),
     "list": ("[1, 2]\n", "expected a JSON object"),
     "odd class": (jsonl(0, slo_class=5), "slo_class must be text"),
+    "class of two lines": (jsonl(0, slo_class="a\nb", slo_tpot_ms=9), "slo_class must be text in one line"),
     "unknown class": (
         jsonl(0, slo_class="vip"),
         "unknown class 'vip' (known are coding, chat, summarization)",
@@ -176,6 +177,7 @@ OPTIONS = {
     "--slo=chat=ttft:2x": "a TTFT is in milliseconds, not in baselines",
     "--slo=chat=ttft:0": "ttft_ms is 0",
     "--num-prompts=0": "max_requests must be a whole number of 1 or more",
+    "--num-prompts=-5": "max_requests must be a whole number of 1 or more",
     "--num-prompts=99999999": "more than one run can plan",
     "--rps=-2": "rps must be a rate",
     "--rps=0": "the schedule is empty",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,12 @@ def read(tmp_path: Path, text: str, sort: bool = False) -> Trace:
     return read_trace(path, sort=sort)
 
 
-def test_azure(tmp_path: Path) -> None:
-    rows = read(tmp_path, AZURE + "\r\n").rows
+QUOTED = re.sub(r"[^,\r\n]+", r'"\g<0>"', AZURE)
+
+
+@pytest.mark.parametrize("text", [AZURE + "\r\n", QUOTED])
+def test_azure(text: str, tmp_path: Path) -> None:
+    rows = read(tmp_path, text).rows
     assert [(r.prompt_tokens, r.output_tokens) for r in rows] == [(374, 44), (396, 109)]
     assert rows[1].arrival_s == pytest.approx(4.314579, abs=1e-6)
 
