@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ COLORS = ("#2f6fde", "#d9730d", "#0d8f83", "#8a4fd0", "#b5316f", "#5d7a12", "#8c
 STYLES = ("-", "--", ":", "-.")
 LIMIT = "#c0342b"
 """Colour of a line that should not be crossed."""
-_CHARACTER, _HANDLE = 0.065, 0.5  # inches, of a letter, and of what a legend has beside a name
+_CHARACTER, _HANDLE, _ROW = 0.065, 0.5, 0.17  # inches: a letter; what a legend has beside a name; its rows
 _INK = "#667085"  # can be read on white and on black: a page shows its figures on both
 _LOOK = {
     "font.size": 9.0,
@@ -54,7 +55,8 @@ def percent(axis: Any) -> None:
 
 
 def legend(figure: Any, ax: Any, columns: int = 6) -> None:
-    """One legend below all panels, with what ``ax`` shows, in as many columns as have room."""
+    """One legend below all panels, with what ``ax`` shows, in as many columns as have room. Where these are
+    fewer than ``columns``, the figure becomes higher, not the panels lower."""
     handles, labels = ax.get_legend_handles_labels()
     if not labels:
         return
@@ -63,7 +65,10 @@ def legend(figure: Any, ax: Any, columns: int = 6) -> None:
         widest = [max(map(len, part)) for part in np.array_split(labels, n)]  # as matplotlib fills columns
         return sum(_HANDLE + _CHARACTER * length for length in widest) <= figure.get_figwidth()
 
-    ncols = next(filter(fits, range(min(columns, len(labels)), 1, -1)), 1)
+    columns = min(columns, len(labels))
+    ncols = next(filter(fits, range(columns, 1, -1)), 1)
+    rows_more = math.ceil(len(labels) / ncols) - math.ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + _ROW * rows_more)
     figure.legend(handles, labels, loc="outside lower center", ncols=ncols)
 
 

@@ -103,17 +103,19 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
         assert f">{html.escape(name)}</td>" in page
 
 
-@pytest.mark.parametrize("suffix", ["", "-llama-3.1-8b-instruct"])
+@pytest.mark.parametrize("suffix", ["", "-llama-3.1-8b-instruct-at-4-requests"])
 def test_no_name_is_cut_off_or_hides_another(suffix: str, tmp_path: Path) -> None:
     """Few short names lie side by side, also where there is little more room than they take."""
     names = ["coding", "summarization"] + [f"{k} of the assistant" for k in "abcdef" if suffix]
     records = [record(k, name) for k, name in enumerate(names)]
-    runs = [read_run(folder(tmp_path / f"{server}{suffix}", records)) for server in ("priced", "sglang")]
+    servers = ("priced", "sglang", "chain", "none") if suffix else ("priced", "sglang")
+    runs = [read_run(folder(tmp_path / f"{server}{suffix}", records)) for server in servers]
     for chart in build_charts(group_runs(runs)):
         chart.figure.draw_without_rendering()
         (legend,) = chart.figure.legends
         drawn = legend.get_window_extent()
         assert 0 <= drawn.x0 < drawn.x1 <= chart.figure.bbox.x1, chart.title
+        assert drawn.y1 < chart.figure.axes[0].get_window_extent().y0, chart.title
         assert suffix or legend._ncols > 1, "no row for each"
         labels = chart.figure.axes[0].get_xticklabels()
         boxes = [label.get_window_extent() for label in labels]
