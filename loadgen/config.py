@@ -126,8 +126,14 @@ class Endpoint(Setting):
         try:
             parts = urlsplit(self.url)
             complete = bool(parts.hostname) and parts.port != 0 and self.url.isascii() and " " not in self.url
+            more = "@" in parts.netloc or bool(parts.query or parts.fragment)
         except ValueError:
-            complete = False
+            complete = more = False
+        if more:  # not shown: it may be a password
+            raise LoadgenError(
+                "the server's URL must end with its path and name no user: give a key with --api-key, or as "
+                "one of the headers: of the server in the configuration"
+            )
         if not complete:
             raise LoadgenError(
                 f"the server's URL needs a host and a port up to 65535, without spaces, not {self.url!r}"

@@ -43,7 +43,7 @@ class Target:
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.path = parts.path.rstrip("/").removesuffix("/v1") + protocol.PATHS[server.api]
-        self.host_header = parts.netloc.rpartition("@")[2]
+        self.host_header = parts.netloc
         try:
             found = socket.getaddrinfo(self.host, self.port, 0, std_socket.SOCK_STREAM)
         except OSError as e:

@@ -205,6 +205,8 @@ OPTIONS = {
     "--fail-under-attainment=7": "a share from 0 to 1",
     "--url=http://h:abc": "needs a host and a port",
     "--url=http://": "needs a host and a port",
+    "--url=http://me:secret@h:1": "must end with its path and name no user",
+    "--url=https://h/openai?api-version=1": "must end with its path and name no user",
     "--trace=.": "Is a directory",
     "--config=.": "Is a directory",
     "--prompts=.": "Is a directory",
