@@ -1,7 +1,7 @@
 """Everything that measures or demonstrates; nothing here is needed to serve.
 
 ============  =======================================================================================
-commands      ``cli`` (``adaserve bench ...``), ``options`` (what several of them take), ``terminal`` and
+commands      ``cli`` (``adaserve bench ...``), ``options`` (what several of them take), ``display`` and
               ``markdown`` (bars and tables), ``jsonl`` (files that outlive a crash)
 servers       ``servers`` (starts one for a measurement), ``client`` (asks it), ``busy`` (who else uses
               this machine), ``prompts`` and ``repetition`` (what it is asked)

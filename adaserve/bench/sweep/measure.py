@@ -210,18 +210,16 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
     """What the worker did between two reports: seconds per part, and means per iteration.
 
     ``draft``, ``verify``: in the models' forwards of decode iterations; ``select``; ``other``: what else
-    these iterations took; ``prefill``: prefill forwards of both models. ``phases``: the same iterations cut
-    where one step hands over to the next. ``loop_s``: mean time from the end of an iteration to that of the
-    next, prefills left out; what is more than the parts is spent outside of the worker, on streaming.
-    None without an AdaServe server."""
+    these iterations took; ``prefill``: prefill forwards of both models. ``loop_s``: mean time from the end of
+    an iteration to that of the next, prefills left out; what is more than the parts is spent outside of the
+    worker, on streaming. None without an AdaServe server."""
     if before is None or after is None:
         return None
     times = {k: v - before["times"][k] for k, v in after["times"].items()}
     sums = _iteration_sums(after)
     sums.subtract(_iteration_sums(before))
     n, rows = sums["iterations"], sums["running"]
-    phases = {k: sums[f"{k}_s"] for k in ("draft", "select", "verify")}
-    parts = {"draft": times["draft_s"], "select": phases["select"], "verify": times["target_s"]}
+    parts = {"draft": times["draft_s"], "select": sums["select_s"], "verify": times["target_s"]}
     seconds = {
         **parts,
         "other": max(0.0, sums["total_s"] - sum(parts.values())),
@@ -234,9 +232,7 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
     return {
         "loop_s": round(times["loop_s"] / times["loops"], 6) if times["loops"] else None,
         "seconds": {k: round(v, 4) for k, v in seconds.items()},
-        "phases": {k: round(v, 4) for k, v in phases.items()},
         "iterations": round(times["iterations"]),
-        "counted_iterations": round(n),
         "prefills": round(times["prefills"]),
         "tokens_per_verification": per(sums["new_tokens"], rows),
         "tree_nodes": per(sums["verify_tokens"] - rows, rows),

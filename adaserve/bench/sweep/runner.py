@@ -17,7 +17,7 @@ from adaserve.bench.busy import BUSY, SLOW
 from adaserve.bench.client import Ask, batch
 from adaserve.bench.jsonl import write_records
 from adaserve.bench.sweep import servers
-from adaserve.bench.sweep.clock import Clock, LeftColumn
+from adaserve.bench.sweep.clock import Clock
 from adaserve.bench.sweep.measure import host_load, run_case
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
@@ -75,7 +75,6 @@ class Sweep:
             BarColumn(bar_width=24),
             TextColumn("{task.completed:.0f}/{task.total:.0f} blocks"),
             TimeElapsedColumn(),
-            LeftColumn(self.clock),
         )
         with (
             Progress(*columns, console=self.console, refresh_per_second=1, transient=True) as bar,
@@ -243,8 +242,7 @@ class Sweep:
             if self.deadline_s is not None and time.monotonic() + self.clock.case_s >= self.deadline_s:
                 self._say(f"time is up: {len(missing) - k} blocks are left for another call")
                 return
-            self.clock.begin(len(missing) - k)
-            if self._one(case):
+            if self._one(case, len(missing) - k - 1):
                 in_a_row = 0
             elif (in_a_row := in_a_row + 1) == _FAILURES_IN_A_ROW:
                 raise SweepError(
@@ -255,8 +253,9 @@ class Sweep:
             self._say(f"once more: {len(failed)} blocks that failed")
             self._cases(cases, retry=False)
 
-    def _one(self, case: Case) -> bool:
-        """Measures a block; a failure is recorded and the servers are started anew for the next one."""
+    def _one(self, case: Case, left: int) -> bool:
+        """Measures a block, after which ``left`` others follow; a failure is recorded and the servers are
+        started anew for the next one."""
         started, start_s = datetime.now(UTC), time.monotonic()
         try:
             setting = setting_of(case, self.store.finished(), self.plan.lengths)
@@ -278,7 +277,7 @@ class Sweep:
         write_records(self.store.records_path(case.id), answers)
         self.store.add({**line, "setting": setting})
         self.clock.learn(time.monotonic() - start_s)
-        self._say(_one_line(line, self.clock.left_s))
+        self._say(_one_line(line, left * self.clock.case_s))
         return True
 
     def _least_disturbed(self, setting: System, case: Case) -> tuple[dict[str, Any], list[RequestRecord]]:

@@ -110,9 +110,8 @@ def test_two_policies_on_one_server(pair: Path, tmp_path: Path) -> None:
     assert 0.5 < chain["tree_nodes"] <= 2.0
     for case in cases.values():
         server = case["server"]
-        assert server["counted_iterations"] == server["iterations"] > 0
+        assert server["iterations"] > 0
         assert server["seconds"]["verify"] > 0 and server["seconds"]["prefill"] > 0
-        assert server["phases"]["verify"] + 0.001 > server["seconds"]["verify"], "the target's forwards"
         # Every token but each request's first comes out of a verification. One of a chain can pass the end of
         # an answer, which the server does not know.
         verified = server["tokens_per_verification"] * server["running"] * server["iterations"]
