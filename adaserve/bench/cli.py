@@ -60,9 +60,10 @@ def bench_latency(
     out: Annotated[Path, results_file("latency")],
 ) -> None:
     """Compare TPOT with plain decoding at several batch sizes, in turn, on one server per kind of draft."""
-    from adaserve.bench.latency import BASE, SELF, SELF_WINDOW, LatencyPlan, run_latency
+    from adaserve.bench.latency import BASE, MARGIN, SELF, SELF_WINDOW, LatencyPlan, run_latency
     from adaserve.bench.repetition import KINDS
     from adaserve.config import AdaServeConfig
+    from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 
     others = tuple(p for p in policies if p != BASE)
     for name, _, window in (p.partition("@") for p in others):
@@ -79,6 +80,9 @@ def bench_latency(
         raise typer.BadParameter(
             "--contexts uses the embedded pair's held-out text: leave out --model-path and --repetition"
         )
+    least = tokens + MARGIN + 1
+    if contexts and not least <= min(contexts) <= max(contexts) <= MAX_CONTEXT_TOKENS:
+        raise typer.BadParameter(f"--contexts must be {least} to {MAX_CONTEXT_TOKENS}, answers included")
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
     common: dict[str, Any] = {"cpu_weights": cpu_weights, "budget": budget, "prefill": "exclusive"}
 

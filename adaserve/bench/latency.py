@@ -95,8 +95,10 @@ class Sample:
 
 def run_latency(specs: Mapping[str, ServerSpec], plan: LatencyPlan, path: Path, console: Console) -> None:
     """Starts a server for each kind of draft, measures, prints a table, writes JSON: of the rounds that were
-    played, whatever ended it. Raises ServerError."""
+    played, whatever ended it. Raises ServerError, and PairError where there is not enough held-out text."""
     made, samples = provenance(), list[Sample]()
+    for context in filter(None, plan.contexts):
+        _long(plan, context)  # refused now, not when its turn comes
     try:
         with ExitStack() as stack:
             servers = {
@@ -148,7 +150,7 @@ def _in_turn(names: tuple[str, ...], turn: int) -> tuple[str, ...]:
 
 def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float, context: int) -> list[Ask]:
     if context:
-        found = _long(max(plan.batches), context - plan.tokens - MARGIN)
+        found = _long(plan, context)
     elif plan.repetition:
         found = repetitive(plan.repetition, SCREENED, plan.seed)
     else:
@@ -156,13 +158,15 @@ def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float, context:
     return [replace(ask, tokens=plan.tokens, temperature=temperature) for ask in found]
 
 
-def _long(count: int, tokens: int) -> list[Ask]:
-    """Held-out texts of this length, code and prose in turn; short ones are the beginnings of long ones."""
+def _long(plan: LatencyPlan, context: int) -> list[Ask]:
+    """Held-out texts for the largest batch, code and prose in turn, with room for an answer in the context;
+    short ones are the beginnings of long ones. Raises PairError where there is not enough text."""
     from adaserve.pair.data import load_tokenizer
     from adaserve.pair.folders import weights_folder
     from adaserve.pair.long import CATEGORIES, long_prompts
 
     tokenizer = load_tokenizer(weights_folder() / "target")
+    count, tokens = max(plan.batches), context - plan.tokens - MARGIN
     rows = -(-count // len(CATEGORIES))
     texts = (long_prompts(tokenizer, category, rows, tokens).tolist() for category in CATEGORIES)
     return [Ask(text, tokens) for turn in zip(*texts, strict=True) for text in turn][:count]

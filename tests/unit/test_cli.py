@@ -183,6 +183,8 @@ def test_what_cannot_be_served_is_one_line(
         (["bench", "soak", "--minutes=inf"], "--minutes=inf is not a finite number"),
         (["bench", "latency", "--temperatures", "0,nan"], "expected comma-separated numbers"),
         (["bench", "latency", "--temperatures=-1"], "--temperatures must be 0 or more, not -1"),
+        (["bench", "latency", "--contexts", "81,80"], "--contexts must be 81 to 8192, answers included"),
+        (["bench", "latency", "--contexts", "1024,8192"], "ask for fewer or shorter texts"),
         (["bench", "learn", "--classes", "bogus"], "--classes accepts coding"),
         (["bench", "learn", "--seed", "-1"], "greater than or equal to 0"),
         (["bench", "kernels", "--against", "nowhere"], "nowhere"),
