@@ -13,7 +13,7 @@ from adaserve.bench.learn.cli import bench_learn
 from adaserve.bench.options import counts, floats, known, listed, results_file, words
 from adaserve.bench.soak.cli import bench_soak
 from adaserve.bench.sweep.cli import bench_sweep
-from adaserve.commands import new_folder
+from adaserve.commands import given, new_folder
 from adaserve.cores import usable_cores
 from adaserve.loadgen import cli as loadgen
 from adaserve.options import Budget, Draft, Model, Size, Weights, server_spec
@@ -172,6 +172,7 @@ def bench_kernels(
 
 @app.command("context")
 def bench_context(
+    context: typer.Context,
     *,
     requests: Annotated[Any, listed(counts, "Requests that decode together.")] = "1,4,8,16",
     contexts: Annotated[Any, listed(counts, "Cached tokens of each.")] = "2048,8192,32768",
@@ -186,7 +187,7 @@ def bench_context(
     ] = 8000,
     temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of those texts.")] = 0.8,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few sizes and rounds, to see that it runs.")
+        bool, typer.Option("--quick", help="Few sizes and rounds unless they are given, to see that it runs.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.", callback=new_folder)
@@ -196,9 +197,11 @@ def bench_context(
     from adaserve.bench.context.agreement import TextPlan
     from adaserve.bench.context.run import ContextPlan, run_context
 
-    text = TextPlan(2, 256, 24, temperature) if quick else TextPlan(4, text_tokens, 96, temperature)
     if quick:
-        requests, contexts, rounds = [1, 4], [512, 2048], 2
+        few: dict[str, Any] = {"requests": (1, 4), "contexts": (512, 2048), "rounds": 2, "text_tokens": 256}
+        asked = {name: context.params[name] for name in few if name in given(context)}
+        requests, contexts, rounds, text_tokens = (few | asked).values()
+    text = TextPlan(2 if quick else 4, text_tokens, 24 if quick else 96, temperature)
     plan = ContextPlan(requests, contexts, windows, rounds, threads, "fp16" if fp16 else "fp32", text, out)
     run_context(plan, console)
 

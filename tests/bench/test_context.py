@@ -35,6 +35,15 @@ def cell(requests: int, context: int, mode: str, ratio: float) -> Cell:
     return Cell(requests, context, mode, 0.7, Speedup(1, 1.0, 0.0, 1.0, ratio))
 
 
+def test_a_quick_run_has_the_sizes_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[ContextPlan] = []
+    monkeypatch.setattr("adaserve.bench.context.run.run_context", lambda plan, _: plans.append(plan))
+    words = ["bench", "context", "--quick", "--contexts", "64", "--text-tokens", "300"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert plans[0].contexts == (64,) and plans[0].text.length == 300
+    assert plans[0].requests == (1, 4) and plans[0].rounds == 2, "and few of all else"
+
+
 def test_who_wins_and_where_it_rises() -> None:
     cells = [
         cell(n, length, mode, ratio)
