@@ -54,12 +54,13 @@ if __name__ == "__main__":
     from adaserve.errors import UserError
     from adaserve.identity import require_sglang
     from adaserve.lifetime import die_with_parent
-    from adaserve.processes import end_children, remove_leftovers
+    from adaserve.processes import end_children, remove_leftovers, require_room
 
     die_with_parent()  # our plugin does it, too, but SGLang is imported first
     remove_leftovers()
     del sys.argv[0]
     try:
+        require_room()
         require_sglang()
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except (UserError, ValueError, AssertionError, NotImplementedError) as error:

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import psutil
 
+from adaserve.errors import UserError
+
 _SHARED = "/dev/shm/"
 _LOADS = "sglang_loads_*.shm"
 """What SGLang's processes tell each other their load by; each server that is killed leaves one."""
 _ARGUMENTS = "multi_tokenizer_args_"
 """What a server of several HTTP processes tells them when they start: its flags, the keys among them."""
+_ROOM_BYTES = 4 << 20
+"""More than a server writes to shared memory and, for its counters, to temporary files."""
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 _STARTED_S = 600.0
 """A server has started by then, so that all of its processes that need such a file have mapped it."""
@@ -102,6 +106,16 @@ def remove_leftovers() -> None:
         return
     there = {path for path in Path(_SHARED).glob(_LOADS) if _age_s(path) > _STARTED_S}
     remove(there.difference(*map(shared_memory, psutil.pids())) if there else there)
+
+
+def require_room() -> None:
+    """Raises UserError where SGLang's processes could not write to the files that they map: Linux ends a
+    process that tries."""
+    for place in (_SHARED, tempfile.gettempdir()):
+        if Path(place).is_dir() and shutil.disk_usage(place).free < _ROOM_BYTES:
+            raise UserError(
+                f"{Path(place)} has no room, and the server's processes share files there: make some"
+            )
 
 
 def _sees_all_processes() -> bool:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from adaserve import processes
-from adaserve.processes import left_behind, remove_leftovers
+from adaserve.errors import UserError
+from adaserve.processes import left_behind, remove_leftovers, require_room
 
 HOLD = (
     "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 9); print(flush=True); input()"
@@ -45,6 +46,16 @@ def test_shared_memory_that_nobody_has_any_more_is_removed(monkeypatch: pytest.M
         process.communicate()
         for path in (old, held, new, other):
             path.unlink(missing_ok=True)
+
+
+def test_a_server_without_room_for_shared_files_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(processes, "_SHARED", str(tmp_path))
+    require_room()
+    monkeypatch.setattr(processes, "_ROOM_BYTES", 1 << 62)
+    with pytest.raises(UserError, match=f"{tmp_path} has no room"):
+        require_room()
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
