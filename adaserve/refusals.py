@@ -202,7 +202,8 @@ def _of_engine(args: Any) -> Refusals:
     yield args.is_embedding, "embeddings are not served: remove --is-embedding"
     yield (
         args.enable_return_hidden_states,
-        "hidden states are not returned: remove --enable-return-hidden-states",
+        "hidden states are not returned: remove --enable-return-hidden-states and "
+        "--return-hidden-states-mode",
     )
     yield (
         bool(args.reasoning_parser) and args.grammar_backend in ("llguidance", "outlines"),

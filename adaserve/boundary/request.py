@@ -64,10 +64,10 @@ def top_logprobs_num(name: str, value: Any, limits: Limits) -> None:
     integer(0, min(limits.vocab_size, MAX_TOP_LOGPROBS))(name, value, limits)
 
 
-def hidden_states(name: str, value: Any, limits: Limits) -> None:
-    """false, or what SGLang refuses in words of its own."""
-    if not isinstance(value, str):
-        flag(name, value, limits)
+def hidden_states(name: str, value: Any, _: Limits) -> None:
+    """false. SGLang would tell the client of a flag that ADASERVE refuses."""
+    if value is not False:
+        raise RequestError(f"{name} must be false: ADASERVE returns none, got {shown(value)}")
 
 
 def session_params(name: str, value: Any, limits: Limits) -> None:

@@ -273,7 +273,7 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
         ({"tp_size": 2}, "--tp-size 1"),
         ({"pp_size": 2}, "--pp-size 1"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
-        ({"enable_return_hidden_states": True}, "--enable-return-hidden-states"),
+        ({"enable_return_hidden_states": True}, "--return-hidden-states-mode"),  # which sets it
         ({"enable_streaming_session": True}, "--enable-streaming-session"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"tokenizer_worker_num": 2, "api_key": "k"}, "--tokenizer-worker-num"),

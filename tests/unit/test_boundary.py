@@ -121,7 +121,8 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": [{}]}, "sampling_params must be one value"),
     ({"return_hidden_states": [False]}, "return_hidden_states must be one value for one prompt"),
     ({"text": ["a", "b"], "return_hidden_states": [False]}, "return_hidden_states must have 2 entries"),
-    ({"return_hidden_states": 5}, "return_hidden_states must be true or false"),
+    ({"return_hidden_states": 5}, "return_hidden_states must be false"),
+    ({"return_hidden_states": "last"}, "return_hidden_states must be false: ADASERVE returns none"),
     ({"sampling_params": 5}, "sampling_params must be an object"),
     *(({"top_logprobs_num": bad}, "top_logprobs_num must be an integer from 0 to 512")
       for bad in (-1, V + 1, 100_000, 2**31, True, 1.0)),
