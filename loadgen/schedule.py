@@ -168,7 +168,7 @@ def _judged(config: BenchConfig, slo_config: SLOConfig, trace: Trace, row: Trace
     has_class = row.slo_class in config.classes
     keep_own = config.trace is not None and (config.trace.slo_from == "trace" or not has_class)
     judged = row if keep_own else replace(row, slo_tpot_ms=None, slo_x_baseline=None, slo_ttft_ms=None)
-    known = has_class or row.slo_class in slo_config.labels
+    known = row.slo_class in slo_config.labels
     if not known and row.slo_tpot_ms is None and row.slo_x_baseline is None and row.slo_ttft_ms is None:
         raise LoadgenError(
             f"{trace.source}: unknown class {row.slo_class!r} (known are {', '.join(config.classes)}): "

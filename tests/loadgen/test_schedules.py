@@ -198,15 +198,20 @@ def test_a_bound_is_stated_in_place_of_the_length(tmp_path: Path) -> None:
 def test_slo_from_classes_or_from_the_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     write_jsonl(
-        [TraceRow(0.0, 5, 5, "chat", slo_tpot_ms=70.0), TraceRow(1.0, 5, 5, "own", slo_tpot_ms=9.0)], path
+        [
+            TraceRow(0.0, 5, 5, "chat", slo_tpot_ms=70.0),
+            TraceRow(1.0, 5, 5, "own", slo_tpot_ms=9.0),
+            TraceRow(2.0, 5, 5, "default"),
+        ],
+        path,
     )
 
     def slos(source: str) -> list[tuple[str, float | None]]:
         config = BenchConfig(trace=TraceSpec(path=str(path), slo_from=source), baseline_ms=30)
         return [(r.slo_class, r.tpot_ms and round(r.tpot_ms, 3)) for r in build_schedule(config).requests]
 
-    assert slos("classes") == [("chat", 50.0), ("own", 9.0)]
-    assert slos("trace") == [("chat", 70.0), ("own", 9.0)]
+    assert slos("classes") == [("chat", 50.0), ("own", 9.0), ("default", None)]
+    assert slos("trace") == [("chat", 70.0), ("own", 9.0), ("default", None)]
 
 
 def test_shards_cover_everything_and_keep_sessions_together() -> None:
