@@ -90,6 +90,15 @@ def test_groups_are_judged_one_after_the_other(
     assert found.tolist() == expected
 
 
+def test_a_group_that_waits_keeps_back_smaller_ones_that_need_as_much() -> None:
+    """The third would fit, but may not overtake the first two. The fourth is large, the fifth needs less."""
+    left, needed = np.array([20, 44, 10, 30, 1]), np.array([1.1, 1.1, 1.1, 1.1, 0.8])
+    stakes = np.array([0.16]), np.array([10.0]), np.array([0.01])
+    found = starting(left, needed, np.array([2, 3, 4, 5]), 30.0, SIZES, SECONDS, *stakes)
+    assert found.tolist() == [False, False, False, True, True]
+    assert starting(left[2:], needed[2:], np.array([1]), 30.0, SIZES, SECONDS, *stakes)[0]
+
+
 def test_nothing_at_stake_is_room_without_end() -> None:
     left_s, iterations, cycle_s = np.array([1.0, 2.0]), np.array([10.0, 10.0]), np.array([0.02, 0.03])
     assert headroom(left_s, iterations, cycle_s, 1, 0.1, 0) == 1.0 / (10 * 0.03 + 0.1)
