@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -413,8 +414,10 @@ class TestSimulated:
     LATENCY = hardware_latency("llama-3.1-8b", "a100", 1)
     MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}  # noqa: RUF012
 
-    def run(self, times: float, busy: tuple[tuple[float, float, float], ...] = (), policy: str = "priced"):
-        truth = self.LATENCY
+    @staticmethod
+    @cache
+    def run(times: float, busy: tuple[tuple[float, float, float], ...] = ()):
+        truth = TestSimulated.LATENCY
         assert isinstance(truth.verify, ForwardCost) and isinstance(truth.draft, ForwardCost)
         wrong = replace(
             truth,
@@ -422,8 +425,8 @@ class TestSimulated:
             draft=ForwardCost(times * (truth.draft.fixed_s + truth.draft.weights_s)),
         )
         replica = ReplicaConfig(truth, busy=busy)
-        config = SimulationConfig(replica, policy, PolicyConfig(latency=wrong))
-        trace = synthetic_trace(220, 4.0, 1, self.MIX)
+        config = SimulationConfig(replica, "priced", PolicyConfig(latency=wrong))
+        trace = synthetic_trace(220, 4.0, 1, TestSimulated.MIX)
         requests = make_requests(trace, SLOConfig(), truth.baseline_s(), TextModel(), 1)
         return simulate(requests, config)
 

@@ -124,10 +124,10 @@ def test_predictions_of_requests_that_arrive(policy):
     mix = {"coding": 0.4, "chat": 0.3, "summarization": 0.3}
     served = ReplicaConfig(latency, prefill_mode="exclusive", prefill=CONFIG, max_running=64)
     steady = []
-    for seed in range(8):  # four may say the opposite
-        trace = synthetic_trace(300, 2.5, seed, mix)
+    for seed in range(3):
+        trace = synthetic_trace(450, 2.5, seed, mix)
         requests = make_requests(trace, SLOConfig(), latency.baseline_s(), TextModel(), seed)
-        steady += predict_requests(requests, SimulationConfig(served, policy))[60:220]
+        steady += predict_requests(requests, SimulationConfig(served, policy))[60:390]
     delivered = [r.delivered_s for r in steady]
     by_load, told = [r.by_load_s for r in steady], [r.predicted_s for r in steady]
     for said in (by_load, told):

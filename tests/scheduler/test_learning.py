@@ -20,7 +20,7 @@ from adaserve.scheduler.acceptance import (
     find_tested_in,
 )
 from adaserve.scheduler.averages import MovingAverage
-from adaserve.scheduler.calibration import Calibrator, claimed_probability, path_product
+from adaserve.scheduler.calibration import CEILING, Calibrator, bin_of, claimed_probability, path_product
 from adaserve.scheduler.fit import fit_latency, fit_roofline
 from adaserve.scheduler.interface import CandidateTrees, Context, Draft, Selection
 from adaserve.scheduler.latency import (
@@ -69,7 +69,7 @@ class TestLatency:
 
     def test_a_host_that_was_very_busy_while_it_was_measured_can_be_fitted(self):
         sizes, rng = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64), np.random.default_rng(0)
-        for _ in range(300):
+        for _ in range(100):
             data = np.array(
                 [
                     (n, c * max(1, n // 4), max(1, n // 4), rng.lognormal(-6, 1.5))
@@ -273,6 +273,14 @@ class TestCalibration:
             calibrator.observe(np.full(1002, 0.8), row, hit, rids, classes)
         f = calibrator.path_values(trees_from([[(-1, 0.8)]] * 2), ("new", "newer"), ("busy", "rare"))
         assert f == pytest.approx(0.4, abs=0.06)
+
+    def test_values_are_products_along_the_path(self):
+        """Each of what its row's class and request made of the claim."""
+        calibrator, trees, rids, classes = Calibrator(), beam_trees(2, 3, 2), ("a", "b"), ("chat", "coding")
+        q = claimed_probability(trees)
+        calibrator.observe(q, trees.row, np.arange(12) % 3 > 0, rids, classes)
+        p = np.minimum(calibrator.batch_factors(rids, classes)[trees.row, bin_of(q)] * q, CEILING)
+        assert calibrator.path_values(trees, rids, classes) == pytest.approx(path_product(p, trees.above))
 
     def test_values_never_rise_along_a_path_and_nan_is_zero(self):
         trees = trees_from([[(-1, 1.0), (0, 1.0), (1, 0.5)]])

@@ -628,7 +628,7 @@ def test_giving_up_serves_more_under_overload_and_ends_nobody(ttft_s):
     mix = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
 
     def run(lost_every_s, seed):
-        requests = make_requests(synthetic_trace(240, 9.0, seed, mix), SLOConfig(), 0.03, TextModel(), seed)
+        requests = make_requests(synthetic_trace(120, 12.0, seed, mix), SLOConfig(), 0.03, TextModel(), seed)
         for request in requests:
             request.ttft_slo_s = ttft_s
         config = PrefillConfig(512, "deadline", gate=1.1, pacing="slack", lost_every_s=lost_every_s)
