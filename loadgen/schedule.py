@@ -103,9 +103,7 @@ def _from_trace(config: BenchConfig, spec: TraceSpec) -> Trace:
     trace = trace.window(spec.start_s)
     if spec.target_rps is not None:
         trace = trace.at_rps(spec.target_rps)
-    if spec.time_scale != 1.0:
-        trace = trace.scaled(spec.time_scale)
-    trace = trace.window(0.0, config.duration_s)
+    trace = trace.scaled(spec.time_scale).window(0.0, config.duration_s)
     mix = {name: c.share for name, c in config.classes.items()}
     return replace(trace, rows=tuple(assign_classes(trace.rows, mix, config.seed)))
 

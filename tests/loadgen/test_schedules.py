@@ -154,16 +154,19 @@ def test_classes_may_peak_in_turn() -> None:
     assert np.median(at["chat"]) == pytest.approx(480, abs=40)
 
 
-def test_trace_replay_keeps_times_lengths_and_prompts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pace", "gap_s"), [({}, 1.0), ({"target_rps": 2.0}, 0.5), ({"time_scale": 0.25}, 0.25)]
+)
+def test_trace_replay_keeps_times_lengths_and_prompts(
+    tmp_path: Path, pace: dict[str, float], gap_s: float
+) -> None:
     rows = [TraceRow(float(t), 10 + t, 5 + t, "chat", prompt_id=f"p{t % 3}") for t in range(60)]
     path = tmp_path / "t.jsonl"
     write_jsonl(rows, path)
-    config = BenchConfig(
-        trace=TraceSpec(path=str(path), start_s=10, target_rps=2.0), duration_s=10, baseline_ms=30
-    )
-    got = build_schedule(config).requests
-    assert [r.at_s for r in got] == pytest.approx([k / 2 for k in range(20)])
-    assert [r.max_tokens for r in got] == [15 + k for k in range(20)]
+    config = BenchConfig(trace=TraceSpec(path=str(path), start_s=10, **pace), duration_s=10, baseline_ms=30)
+    got, n = build_schedule(config).requests, int(10 / gap_s)
+    assert [r.at_s for r in got] == pytest.approx([gap_s * k for k in range(n)])
+    assert [r.max_tokens for r in got] == [15 + k for k in range(n)]
     prompts: dict[int, set[str]] = {}
     for k, r in enumerate(got):
         prompts.setdefault((k + 10) % 3, set()).add(r.prompt[:20])
