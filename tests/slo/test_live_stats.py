@@ -373,6 +373,13 @@ def test_an_objective_is_judged_by_the_requests_that_have_it() -> None:
     assert (coding.attainment_ttft, coding.attainment_tpot) == (None, 1.0)
 
 
+def test_a_server_without_metrics_is_told_the_same() -> None:
+    live, _ = stats()
+    live.nothing_held()
+    live.shed("coding", "overload")
+    live.learned(DraftLearning(trainer="running"))
+
+
 def test_iterations_are_published_a_few_at_a_time() -> None:
     """A whole second of them would hold up the iteration after it."""
     registry = CollectorRegistry()

@@ -11,8 +11,9 @@ from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from adaserve.boundary import Limits, RequestError, check_logprobs, check_prompt, check_request
@@ -164,6 +165,7 @@ def test_fields_that_are_refused(fields: dict[str, Any], words: str) -> None:
 
 ACCEPTED: list[dict[str, Any]] = [
     {"input_ids": [0, V - 1]},
+    {"input_ids": list(np.arange(3)), "sampling_params": {"top_k": np.int64(5)}},  # of an engine's caller
     {"input_ids": [[0], [V - 1, 3]], "rid": ["a", "b"], "sampling_params": [{}, {"temperature": 1}]},
     {"text": "", "sampling_params": None},  # whether it holds a token only the tokenizer knows
     {"text": ["a", "b"], "sampling_params": {"n": 3}, "top_logprobs_num": [2, None], "stream": True},
@@ -556,6 +558,8 @@ def test_the_name_of_a_group_holds_no_group() -> None:
 
 
 @given(st.text(alphabet="ab.?|(){},0123[]^*+", max_size=16), st.text(alphabet="ab", max_size=8))
+@example("ab*", "a")
+@example("(ab){0,2}b{2}", "abbb")
 def test_the_automaton_takes_every_text_that_the_expression_matches(expression: str, text: str) -> None:
     """Or places would be missed."""
     try:
