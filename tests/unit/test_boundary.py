@@ -168,6 +168,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"input_ids": list(np.arange(3)), "sampling_params": {"top_k": np.int64(5)}},  # of an engine's caller
     {"input_ids": [[0], [V - 1, 3]], "rid": ["a", "b"], "sampling_params": [{}, {"temperature": 1}]},
     {"text": "", "sampling_params": None},  # whether it holds a token only the tokenizer knows
+    *({"text": a, "input_ids": b} for a, b in (("a", [0]), (["a", "b"], [[0], [1, 2]]))),
     {"text": ["a", "b"], "sampling_params": {"n": 3}, "top_logprobs_num": [2, None], "stream": True},
     {"input_ids": [], "session_params": {"id": "s"}},
     {"input_ids": [1], "session_params": {"id": "s", "rid": "r", "replace": True, "offset": 0}},
