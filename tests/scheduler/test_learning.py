@@ -206,6 +206,9 @@ class TestAcceptance:
         assert good > 0.9 and bad < 0.4 and 0.5 < new <= good
         rates.forget("good")
         assert rates.of_rows(["good"], ["x"])[0] == pytest.approx(new)
+        for _ in range(300):
+            rates.observe(["bad"], ["y"], np.array([4]), np.array([1]))
+        assert rates.of_rows(["good"], ["x"])[0] == pytest.approx(new, abs=0.1), "it is not tested meanwhile"
 
 
 class TestCalibration:

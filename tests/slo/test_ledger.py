@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import prometheus_client
 import pytest
 
@@ -64,14 +65,14 @@ def ledger() -> SLOLedger:
     return SLOLedger(BASELINE_S, SLOStats(SLOConfig()))
 
 
-def decode(books: SLOLedger, *reqs: Req) -> None:
-    """One iteration of plain decoding."""
+def decode(books: SLOLedger, *reqs: Req, **sources: list[list[int]]) -> None:
+    """One iteration, of plain decoding where no ``sources`` are given."""
     n = len(reqs)
     sample = IterationSample(
         running=n, depth=0, width=0, budget=n, verify_tokens=n, drafted_tokens=0, new_tokens=n,
         expected_tokens=n, draft_s=0.0, select_s=0.0, verify_s=0.02, total_s=0.02,
     )  # fmt: skip
-    books.iteration([r.rid for r in reqs], sample)
+    books.iteration([r.rid for r in reqs], sample, {name: np.array(of) for name, of in sources.items()})
 
 
 def counted(books: SLOLedger) -> dict[str, Any]:
@@ -204,6 +205,19 @@ def test_a_chunked_prefill_counts_from_its_end() -> None:
     decode(books, long)
     books.close(long)
     assert "prefills of other requests" not in reasons(books)[0]
+
+
+def test_each_request_is_told_what_was_drafted_for_it() -> None:
+    books, (one, other) = ledger(), (Req("one"), Req("other"))
+    books.prefilled([one, other], 0.2)
+    decode(books, one, other, model=[[4, 3, 2], [1, 1, 0]])
+    decode(books, other, one, model=[[2, 1, 1], [5, 0, 0]], suffix=[[0, 0, 0], [3, 2, 1]])
+    model, suffix = (
+        {"proposed": 9, "verified": 3, "accepted": 2},
+        {"proposed": 3, "verified": 2, "accepted": 1},
+    )
+    assert books.close(one)["drafts"] == {"model": model, "suffix": suffix}
+    assert books.close(other)["drafts"]["model"] == {"proposed": 3, "verified": 2, "accepted": 1}
 
 
 def test_load_is_named() -> None:

@@ -30,7 +30,7 @@ MOONCAKE = (
 ARTIFACT = json.dumps(
     [
         {"emission_time_ms": t, "input_length": 8, "output_length": 256, "prompt": p, "slo_ratio": r}
-        for t, p, r in ((0.0, "a b", -50.0), (250.5, "c", 0.9), (900.0, "d", -70.0))
+        for t, p, r in ((0.0, "a b", -50.0), (250.5, "c", 0.9), (900.0, "d", -70.0), (950.0, "e", -150.0))
     ]
 )
 
@@ -72,8 +72,8 @@ def test_mooncake(tmp_path: Path) -> None:
 
 def test_artifact(tmp_path: Path) -> None:
     rows = read(tmp_path, ARTIFACT).rows
-    assert [r.slo_class for r in rows] == ["chat", "coding", "custom"]
-    _, coding, custom = (row.slo(SLOConfig(), 0.03) for row in rows)
+    assert [r.slo_class for r in rows] == ["chat", "coding", "custom", "summarization"]
+    _, coding, custom, _ = (row.slo(SLOConfig(), 0.03) for row in rows)
     assert coding.slo_class == "coding" and coding.tpot_s == pytest.approx(0.027), "its own, not its class's"
     assert custom.tpot_s == pytest.approx(0.070)
     assert rows[0].text == "a b"
