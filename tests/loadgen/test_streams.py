@@ -140,6 +140,7 @@ def test_every_form_of_a_stream_is_read(case: str, chunked: bool) -> None:
     found = (text, record.output_tokens, record.n_chunks, record.error, record.token_source)
     assert found == (wanted.text, wanted.tokens, wanted.chunks, wanted.error, wanted.source)
     assert record.attained == (wanted.error is None)
+    assert len(record.itl_ms) == max(0, wanted.chunks - 1), "the end has no text, and is no token's time"
 
 
 def test_a_client_hangs_up_after_tokens_where_chunks_hold_several() -> None:
