@@ -205,6 +205,7 @@ def test_slo_from_classes_or_from_the_trace(tmp_path: Path) -> None:
             TraceRow(0.0, 5, 5, "chat", slo_tpot_ms=70.0),
             TraceRow(1.0, 5, 5, "own", slo_tpot_ms=9.0),
             TraceRow(2.0, 5, 5, "default"),
+            TraceRow(3.0, 5, 5, "late", slo_ttft_ms=900.0),
         ],
         path,
     )
@@ -213,8 +214,16 @@ def test_slo_from_classes_or_from_the_trace(tmp_path: Path) -> None:
         config = BenchConfig(trace=TraceSpec(path=str(path), slo_from=source), baseline_ms=30)
         return [(r.slo_class, r.tpot_ms and round(r.tpot_ms, 3)) for r in build_schedule(config).requests]
 
-    assert slos("classes") == [("chat", 50.0), ("own", 9.0), ("default", None)]
-    assert slos("trace") == [("chat", 70.0), ("own", 9.0), ("default", None)]
+    assert slos("classes") == [("chat", 50.0), ("own", 9.0), ("default", None), ("late", None)]
+    assert slos("trace") == [("chat", 70.0), ("own", 9.0), ("default", None), ("late", None)]
+
+
+def test_lengths_are_drawn_between_their_bounds() -> None:
+    length = Length(median=20, sigma=1.0, low=10, high=30)
+    drawn = ClassLoad(name="chat", tpot_ms=50, prompt_tokens=length, output_tokens=length)
+    config = BenchConfig(classes={"chat": drawn}, arrivals=Arrivals(kind="poisson", rps=10.0), duration_s=30)
+    lengths = [n for r in build_schedule(config).requests for n in (r.prompt_tokens, r.max_tokens)]
+    assert (min(lengths), max(lengths)) == (10, 30) and np.median(lengths) == pytest.approx(20, abs=2)
 
 
 def test_shards_cover_everything_and_keep_sessions_together() -> None:

@@ -201,6 +201,7 @@ def test_a_chunked_prefill_counts_from_its_end() -> None:
     books = ledger()
     long = Req("long", last_decode_finish_time=1.6)
     for _ in range(3):
+        books.prefilled([Req("other")], 0.5)
         books.prefilled([long], 0.5)
     decode(books, long)
     books.close(long)

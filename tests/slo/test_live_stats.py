@@ -220,7 +220,8 @@ def test_slos_that_routers_seem_to_drop() -> None:
     for _ in range(LEAST_LOST):
         s.came(routed=True, stated=False)
     assert build_snapshot([s.state()]).notes == [], "perhaps nobody states one"
-    s.came(routed=False, stated=True)
+    for stated in (True, False):
+        s.came(routed=False, stated=stated)
     (note,) = build_snapshot([s.state()]).notes
     assert note.startswith(f"{LEAST_LOST} requests came through a router without an SLO, while 1 ")
     count = {**MODEL, "through": "router", "slo_stated": "no"}
