@@ -246,11 +246,11 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def attainment_stderr(met: int, n: int) -> float | None:
-    """Standard error of an attainment, from the Wilson interval: not 0 when all or none were met."""
+    """Standard error of an attainment, half the Wilson interval of z = 1: not 0 when all or none were met."""
     if n == 0:
         return None
-    p, z = met / n, 1.0
-    return round(math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n), 6)
+    p = met / n
+    return round(math.sqrt(p * (1 - p) / n + 1 / (4 * n * n)) / (1 + 1 / n), 6)
 
 
 def run_duration_s(records: Sequence[RequestRecord]) -> float:
