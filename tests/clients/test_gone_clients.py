@@ -71,12 +71,12 @@ def text(server: ServerProcess, prompt: str, tokens: int) -> str:
 def test_requests_that_wait(small: ServerProcess) -> None:
     """Two that run meanwhile say what they say alone."""
     prompts = (PROMPT, "def main(")
-    alone = [text(small, prompt, 600) for prompt in prompts]
+    alone = [text(small, prompt, 200) for prompt in prompts]
     counted = counter(small)
     with ThreadPoolExecutor(2) as threads:
         others = ask(small, "batch", stream=False)
         until(small, SLOTS - 2, 0)
-        both = [threads.submit(text, small, prompt, 3000) for prompt in prompts]
+        both = [threads.submit(text, small, prompt, 1200) for prompt in prompts]
         until(small, SLOTS, 0)
         waiting = [ask(small, *one) for one in (("generate", False), ("generate", True), ("chat", True))]
         until(small, SLOTS, 3)

@@ -305,7 +305,7 @@ def erratic(
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
     """With disconnects, shared prefixes, and prompts of up to 110 tokens."""
-    return workload(220, seed=8, leave_every=11)
+    return workload(110, seed=8, leave_every=11, spread_s=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +320,7 @@ def test_any_pattern_of_chunks_leaves_the_output_alone(
     answers = run_jobs(erratic.server, jobs)
     assert_same(pair, jobs, answers, expected)
     finished = [a["meta_info"] for a in answers if a is not None]
-    assert len(finished) == 200
+    assert len(finished) == 100
     assert sum(m["num_retractions"] for m in finished) > 5, "too few retractions"
     assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
     sizes = [n for n in erratic.probe.read()["forwards"] if n > 0]
