@@ -253,6 +253,15 @@ def test_prompts_have_about_the_asked_length_and_come_from_the_category(tmp_path
     assert store.get("unknown", 10, "k")
 
 
+def test_a_class_says_what_its_requests_are_like(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    lines = [{"category": "chat", "text": "chat word " * 300}, {"category": "coding", "text": "x = 1\n" * 20}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bot = ClassLoad(name="bot", tpot_ms=50, category="coding", temperature=0.5, priority=3)
+    sent = build_schedule(BenchConfig(classes={"bot": bot}, prompts=str(path), duration_s=9)).requests
+    assert {(r.temperature, r.priority, "x = 1" in r.prompt) for r in sent} == {(0.5, 3, True)}
+
+
 def test_prompts_may_hold_whatever_json_allows(tmp_path: Path) -> None:
     path, text = tmp_path / "p.jsonl", "one\u2028two\x85three"
     path.write_text(json.dumps({"category": "chat", "text": text}, ensure_ascii=False) + "\r\n\n")
