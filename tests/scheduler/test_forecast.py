@@ -110,6 +110,14 @@ def test_sizes_that_were_served_on_a_busy_host_are_as_quick_as_others_when_it_is
     assert seen.tpot_s("chat", 4) == pytest.approx(0.014)
 
 
+def test_who_joins_has_as_long_a_context_as_the_others():
+    reading = LatencyModel(LATENCY.draft, ForwardCost(0.010, per_token_s=0.001, per_context_s=1e-6))
+    seen, batch = Outlook(reading), iteration(["chat"] * 4, [1] * 4, cycle_s=0.018)
+    batch.plan.running.context_tokens[:] = 1000
+    seen.observe(batch)
+    assert seen.tpot_s("chat", 6) == pytest.approx(0.018 + 2 * (0.001 + 1000e-6))
+
+
 def test_sizes_are_remembered_apart():
     seen = outlook(iteration(["chat"], [3], 0.012), iteration(["chat"] * 8, [2] * 8, 0.030))
     assert seen.tpot_s("chat", 1) == pytest.approx(0.012 / 3)

@@ -284,6 +284,8 @@ class TestCalibration:
         calibrator.observe(q, trees.row, np.arange(12) % 3 > 0, rids, classes)
         p = np.minimum(calibrator.batch_factors(rids, classes)[trees.row, bin_of(q)] * q, CEILING)
         assert calibrator.path_values(trees, rids, classes) == pytest.approx(path_product(p, trees.above))
+        swapped = calibrator.batch_factors(rids[::-1], classes[::-1])
+        assert (swapped == calibrator.batch_factors(rids, classes)[::-1]).all(), "kept for this batch only"
 
     def test_values_never_rise_along_a_path_and_nan_is_zero(self):
         trees = trees_from([[(-1, 1.0), (0, 1.0), (1, 0.5)]])
