@@ -97,7 +97,7 @@ def test_a_head_drafts_as_in_sglang(headed_device: Served) -> None:
 def test_greedy_with_a_head_is_the_target_alone(
     headed_device: Served, headed_pair: Path, mtp_pair: Path
 ) -> None:
-    jobs = workload(100, seed=5, leave_every=11)
+    jobs = workload(66, seed=5, leave_every=11)
     folder = (mtp_pair if headed_device.name == "mtp" else headed_pair) / "target"
     target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_best(target, jobs, run_jobs(headed_device.server, jobs, speed=2))
