@@ -15,6 +15,7 @@ from adaserve.errors import why_not_new
 from adaserve.files import write_json
 from adaserve.host import describe_host
 from adaserve.loadgen.errors import LoadgenError
+from adaserve.redaction import FLAGS, HIDDEN, hidden_in
 from adaserve.slo.metrics import PREDICTED, RequestRecord, read_records, summarize
 
 CONFIG = "config.yaml"
@@ -67,12 +68,10 @@ def command_line() -> str:
     """The command that was typed, without keys and without paths of this machine."""
     if COMMAND_VARIABLE in os.environ:
         return os.environ[COMMAND_VARIABLE]
-    words = [_shown_word(word) for word in sys.argv[1:]]
-    for k, word in enumerate(words):
-        if word.startswith("--api-key="):
-            words[k] = "--api-key=..."
-        elif k and words[k - 1] == "--api-key":
-            words[k] = "..."
+    words = [hidden_in(_shown_word(word)) for word in sys.argv[1:]]
+    for k, flag in enumerate(words[:-1]):
+        if flag in FLAGS:
+            words[k + 1] = HIDDEN
     return " ".join([_program(Path(sys.argv[0])), shlex.join(words)]).strip()
 
 

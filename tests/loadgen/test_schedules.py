@@ -27,6 +27,7 @@ from adaserve.loadgen.config import (
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import load_prompts
 from adaserve.loadgen.protocol import body
+from adaserve.loadgen.results import COMMAND_VARIABLE, command_line
 from adaserve.loadgen.schedule import build_schedule
 from adaserve.slo.classes import SLO
 from adaserve.slo.events import FinishedRequest
@@ -312,3 +313,19 @@ def test_configuration_survives_saving(tmp_path: Path) -> None:
     config.save(tmp_path / "c.yaml")
     assert load_config(tmp_path / "c.yaml") == config
     assert config.classes["coding"].x_baseline is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (["--api-key", "k-1"], "--api-key '<redacted>'"),
+        (["--api-key=k-1"], "'--api-key=<redacted>'"),
+        (["--flags", "--admin-api-key k-1 --host h"], "--flags '--admin-api-key <redacted> --host h'"),
+        (["--flags=--api-key=k-1"], "'--flags=--api-key=<redacted>'"),
+        (["--api", "chat", "--api-key", "--api-key"], "--api chat --api-key '<redacted>'"),
+    ],
+)
+def test_a_recorded_command_shows_no_keys(monkeypatch, typed: list[str], told: str) -> None:
+    monkeypatch.delenv(COMMAND_VARIABLE, raising=False)
+    monkeypatch.setattr("sys.argv", ["adaserve", *typed])
+    assert command_line() == f"adaserve {told}"
