@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from adaserve.config import MOST_RUNNING, AdaServeConfig, settle_classes
+from adaserve.config import GPU_WIDTH, MOST_RUNNING, AdaServeConfig, settle_classes
 from adaserve.draft_kind import kind_at
-from adaserve.host import ATTENTION_BACKEND
+from adaserve.host import ATTENTION_BACKEND, on_device
 from adaserve.identity import NAME, ensure_registered
 from adaserve.patches import require_applied
 from adaserve.refusals import refuse_unsupported
@@ -42,7 +42,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         ensure_registered()
         require_applied()
         settle_classes()  # before any other process is started
-        config = AdaServeConfig.load().on(server_args.device)
+        config = sized_for(server_args.device, AdaServeConfig.load())
         config.export()
         refuse_unsupported(server_args, config)
         size_reserve(server_args, config)
@@ -51,6 +51,12 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         leave_graphs_to_us(server_args, config)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MOST_RUNNING
+
+
+def sized_for(device: object, config: AdaServeConfig) -> AdaServeConfig:
+    """With the width of drafts there, where none was asked for."""
+    wide = config.max_width is None and on_device(device)
+    return config.changed(max_width=GPU_WIDTH) if wide else config
 
 
 def size_reserve(args: Any, config: AdaServeConfig) -> None:

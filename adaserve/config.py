@@ -18,7 +18,6 @@ from pydantic import Field, field_validator, model_validator
 
 from adaserve.checked import Checked, shown
 from adaserve.errors import UserError, why_unwritable
-from adaserve.host import on_device
 from adaserve.slo.classes import SLOConfig
 
 if TYPE_CHECKING:
@@ -410,11 +409,6 @@ class AdaServeConfig(Checked):
     def has_suffix(self) -> bool:
         """Whether earlier text is searched for drafts."""
         return "suffix" in self.drafts.split(",")
-
-    def on(self, device: object) -> Self:
-        """With what depends on the device that serves, where nothing was asked for."""
-        wide = self.max_width is None and on_device(device)
-        return self.changed(max_width=GPU_WIDTH) if wide else self
 
     @property
     def widest(self) -> int:

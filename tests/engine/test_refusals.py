@@ -15,12 +15,13 @@ import transformers
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import ServerArgs
 
-from adaserve.algorithm import size_reserve, tell_what_is_not_used
+from adaserve.algorithm import size_reserve, sized_for, tell_what_is_not_used
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.engine import measure
 from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
 from adaserve.engine.sources import draft_model
 from adaserve.engine.sources.draft_model import require_same_size, require_same_tokens, require_servable
+from adaserve.host import DEVICE_PATH_ENV
 from adaserve.refusals import CORES_ENV, refuse_unsupported
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Zygote
@@ -480,6 +481,15 @@ def test_a_server_that_is_refused_ends_with_the_sentence(
     with pytest.raises(RuntimeError, match="the server ended"), server.running(zygote):
         pass
     assert re.search(sentence, server.log.read_text())
+
+
+def test_gpus_draft_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a width was asked for."""
+    monkeypatch.delenv(DEVICE_PATH_ENV, raising=False)
+    assert [sized_for(device, AdaServeConfig()).widest for device in ("cpu", "cuda")] == [3, 8]
+    assert sized_for("cuda", AdaServeConfig(max_width=2)).widest == 2
+    monkeypatch.setenv(DEVICE_PATH_ENV, "1")
+    assert sized_for("cpu", AdaServeConfig()).widest == 8, "which exercises a GPU's parts"
 
 
 def test_sizes_of_trees_that_sglang_was_given_are_not_silently_lost(caplog: pytest.LogCaptureFixture) -> None:

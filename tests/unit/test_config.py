@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from adaserve.config import CLASSES_ENV, ENV, AdaServeConfig, ConfigError, settle_classes, slo_classes
-from adaserve.host import DEVICE_PATH_ENV
 from adaserve.slo.classes import SLOConfig
 
 
@@ -126,15 +125,6 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch, text: str, message: st
     monkeypatch.setenv(ENV, text)
     with pytest.raises(ConfigError, match=message):
         AdaServeConfig.load()
-
-
-def test_gpus_draft_wider(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a width was asked for."""
-    monkeypatch.delenv(DEVICE_PATH_ENV, raising=False)
-    assert [AdaServeConfig().on(device).widest for device in ("cpu", "cuda")] == [3, 8]
-    assert AdaServeConfig(max_width=2).on("cuda").widest == 2
-    monkeypatch.setenv(DEVICE_PATH_ENV, "1")
-    assert AdaServeConfig().on("cpu").widest == 8, "which exercises a GPU's parts"
 
 
 def test_candidates() -> None:
