@@ -70,17 +70,19 @@ def load_children(path: Path) -> RecordedChildren:
 
 def recorded_slowdown(path: Path, latency: Latency) -> float:
     """How many times as long the iterations of a recording took as ``latency`` says of them: replicas that
-    share a host, or other programs. The median of cycles, since prefills lie within some of them. Raises
-    ValueError when it holds no iteration."""
+    share a host, or other programs. The median of cycles without prefills. Raises ValueError when it holds
+    none."""
     ratios = []
     for item in read_recording(path):
+        if item.outcome.prefilled:
+            continue
         plan, running = item.plan, item.plan.running
         context = Context(float(running.context_tokens.sum()), len(running))
-        tokens = item.selection.verify_tokens + item.outcome.prefill_tokens
+        steps, tokens = item.trees.draft_steps, item.selection.verify_tokens
         said_s = latency.iteration_s(
-            plan.drafting_rows, item.trees.draft_steps, plan.draft.width, tokens, context, plan.draft_context
+            plan.drafting_rows, steps, plan.draft.width, tokens, context, plan.draft_context
         )
         ratios.append(item.outcome.cycle_s / said_s)
     if not ratios:
-        raise ValueError(f"{path} holds no iteration; record while requests are served")
+        raise ValueError(f"{path} holds no iteration without prefills; record while requests are served")
     return float(np.median(ratios))
