@@ -5,10 +5,12 @@ One JSON object per line (gzip when the name ends in .gz)::
     {"iteration": 7, "now_s": ..., "running": {...}, "plan": {...}, "trees": {...},
      "selection": {"keep": "0110...", "slo_counts": [...]}, "outcome": {...}}
 
-Arrays are lists; infinities are the strings "inf" and "-inf". A learning policy is replayed faithfully only
-from the first iteration on, with all outcomes and in the order of events: ``observed`` tells how many
-outcomes had arrived when an iteration was planned, and ``observed_by_selection`` how many when its nodes were
-selected (overlap).
+Arrays are lists; infinities are the strings "inf" and "-inf". In between are ``{"forget": rid}`` for requests
+that left, and ``{"prefill": {"tokens": ..., "seconds": ...}}`` for forwards that read prompts.
+
+A learning policy is replayed faithfully only from the first iteration on, with all outcomes and in the order
+of events: ``observed`` tells how many outcomes had arrived when an iteration was planned, and
+``observed_by_selection`` how many when its nodes were selected (overlap).
 """
 
 from __future__ import annotations
@@ -61,6 +63,14 @@ class RecordedIteration:
     outcome: IterationOutcome
     observed: int  # outcomes known when it was planned
     observed_by_selection: int  # outcomes known when its nodes were selected
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPrefill:
+    """A forward that read prompts, by the target and the draft."""
+
+    tokens: int  # without those that were cached
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +150,10 @@ class Recorder:
         """Call with ``policy.forget``: a replay forgets at the same point."""
         self._write({"forget": rid})
 
+    def prefilled(self, prefill: RecordedPrefill) -> None:
+        """A forward of prompts alone: no part of an iteration, so a replay passes over it."""
+        self._write({"prefill": _fields_out(prefill)})
+
     def _write(self, line: dict[str, Any], *, flush: bool = False) -> None:
         if self._failed:
             return  # what comes after a gap could not be replayed
@@ -215,8 +229,8 @@ def _whole_lines(file: IO[str]) -> Iterator[str]:
                 yield line
 
 
-def _events(path: Path) -> Iterator[RecordedIteration | str]:
-    """Iterations in the order of their outcomes, and requests that were forgotten, in between."""
+def _events(path: Path) -> Iterator[RecordedIteration | RecordedPrefill | str]:
+    """Iterations in the order of their outcomes; in between, prefills and requests that were forgotten."""
     try:
         with _open(path, "rt") as f:
             for number, line in enumerate(_whole_lines(f), 1):
@@ -228,8 +242,11 @@ def _events(path: Path) -> Iterator[RecordedIteration | str]:
                         continue
                     if "forget" in data:
                         yield data["forget"]
-                        continue
-                    yield _iteration(data)
+                    elif "prefill" in data:
+                        read = data["prefill"]
+                        yield RecordedPrefill(int(read["tokens"]), float(read["seconds"]))
+                    else:
+                        yield _iteration(data)
                 except (KeyError, TypeError, json.JSONDecodeError) as error:
                     raise ReplayError(
                         f"{path}:{number} is not a recorded iteration ({error}): record it again"
@@ -253,9 +270,14 @@ def read_recording(path: Path) -> Iterator[RecordedIteration]:
     return (event for event in _events(path) if isinstance(event, RecordedIteration))
 
 
+def read_prefills(path: Path) -> Iterator[RecordedPrefill]:
+    """Prefills of a recording; those of earlier versions have none. Raises ReplayError."""
+    return (event for event in _events(path) if isinstance(event, RecordedPrefill))
+
+
 def replay(path: Path, policy: Policy) -> list[Mismatch]:
     """Feeds a recording to a fresh policy and compares plans and selections; empty = identical."""
-    events = deque(_events(path))
+    events = deque(event for event in _events(path) if not isinstance(event, RecordedPrefill))
     iterations = [e for e in events if isinstance(e, RecordedIteration)]
     mismatches: list[Mismatch] = []
     known = 0

@@ -14,7 +14,7 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
-from adaserve.scheduler.replay import Recorder
+from adaserve.scheduler.replay import RecordedPrefill, Recorder
 from adaserve.scheduler.selection import everything
 
 
@@ -59,6 +59,11 @@ class Decisions:
         policy.observe(outcome)
         if self.recorder is not None:
             self.recorder.observed(outcome)
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """A forward that read so many prompt tokens: nothing to decide, but a recording tells of it."""
+        if self.recorder is not None:
+            self.recorder.prefilled(RecordedPrefill(tokens, seconds))
 
     def forget(self, rid: str) -> None:
         """A request will not decode again, or not as it was."""

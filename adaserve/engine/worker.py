@@ -209,10 +209,11 @@ class AdaServeWorker(BaseSpecWorker):
             source.prefilled(batch, self.policies.speculates)
         result.next_draft_input = RootTokens(result.next_token_ids.long())
         self._start_requests(batch, result.next_token_ids.tolist())
-        end_s, start_s = time.perf_counter(), max(start_s, self.loop.free_s())
-        self.loop.times.prefilled(end_s - start_s)
-        self.ledger.prefilled(batch.reqs, end_s - start_s)
-        self.prefill.observe_prefill(int(batch.extend_num_tokens), end_s - start_s)
+        tokens, seconds = int(batch.extend_num_tokens), time.perf_counter() - max(start_s, self.loop.free_s())
+        self.loop.times.prefilled(seconds)
+        self.loop.decisions.prefilled(tokens, seconds)
+        self.ledger.prefilled(batch.reqs, seconds)
+        self.prefill.observe_prefill(tokens, seconds)
         return result
 
     def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:

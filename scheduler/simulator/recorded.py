@@ -10,8 +10,9 @@ import numpy as np
 from adaserve.scheduler.acceptance import find_tested
 from adaserve.scheduler.calibration import Calibrator, bin_of, claimed_probability
 from adaserve.scheduler.interface import Context, FloatArray
-from adaserve.scheduler.latency import Latency
-from adaserve.scheduler.replay import read_recording
+from adaserve.scheduler.latency import ForwardCost, Latency
+from adaserve.scheduler.pressure import LearnedPrefills
+from adaserve.scheduler.replay import read_prefills, read_recording
 from adaserve.scheduler.simulator.workload import TextModel
 
 MOST = 0.999
@@ -86,3 +87,15 @@ def recorded_slowdown(path: Path, latency: Latency) -> float:
     if not ratios:
         raise ValueError(f"{path} holds no iteration without prefills; record while requests are served")
     return float(np.median(ratios))
+
+
+def recorded_prefills(path: Path, latency: Latency, slowdown: float) -> ForwardCost | None:
+    """What the recorded forwards that read prompts would take where nothing slows them down, seconds; None
+    where none was recorded. They are larger than what is known of verifications, and compute no logits of
+    most tokens."""
+    first_s = (latency.verify_s(n) + latency.draft_step_s(n) for n in (1.0, LearnedPrefills.FAR))
+    learned, cost = LearnedPrefills(*first_s), None
+    for prefill in read_prefills(path):
+        learned.observe(prefill.tokens, prefill.seconds / slowdown)
+        cost = learned.cost
+    return cost

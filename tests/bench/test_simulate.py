@@ -20,6 +20,7 @@ from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
 from adaserve.cli import app
 from adaserve.config import MOST_RUNNING, AdaServeConfig
+from adaserve.scheduler.latency import ForwardCost
 from adaserve.scheduler.profile import Profile
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.run import simulate, violations
@@ -278,13 +279,16 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
     assert len(read_recorded(list(map(str, files)), 0)) == 400
 
 
-def test_capacity_says_how_much_slower_the_recorded_host_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else explains why it finds more replicas than 'run', which takes no times of the recording."""
+def test_capacity_goes_by_the_times_of_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how much slower the host was: nothing else explains why it finds more replicas than 'run',
+    which takes no times of the recording."""
     monkeypatch.setattr(fleet, "load_children", lambda path: None)
     monkeypatch.setattr(fleet, "recorded_slowdown", lambda path, latency: 2.5)
+    monkeypatch.setattr(fleet, "recorded_prefills", lambda path, latency, slowdown: ForwardCost(2.0))
     words = "capacity --trace synthetic:30:3 --policy none --most 1"
     said = output_of(f"{words} --recorded any.jsonl --gpu h100")
     assert "iterations take 2.50 times what llama-3.1-70b on 4 h100 would take" in said
+    assert float(re.findall("TTFT ([0-9.]+) s", said)[0]) > 2.0 * 2.5
     assert "iterations take" not in output_of(words)
 
 

@@ -39,7 +39,11 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.M
     worker: Any = SimpleNamespace(
         target_worker=SimpleNamespace(forward_batch_generation=forward),
         loop=SimpleNamespace(
-            settle=settle, times=Times(), sources=[], free_s=lambda: worker.loop.times.last_end_s + 2.0
+            settle=settle,
+            times=Times(),
+            sources=[],
+            free_s=lambda: worker.loop.times.last_end_s + 2.0,
+            decisions=SimpleNamespace(prefilled=lambda tokens, seconds: told.append(seconds)),
         ),
         ledger=SimpleNamespace(prefilled=lambda reqs, seconds: told.append(seconds)),
         prefill=SimpleNamespace(observe_prefill=lambda tokens, seconds: told.append(seconds)),
@@ -48,7 +52,7 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.M
     batch = SimpleNamespace(reqs=[], sampling_info=None, seq_lens=torch.zeros(0), extend_num_tokens=0)
     AdaServeWorker._prefill(worker, batch, None)
     assert order == ["forward", "settle"]
-    assert told == [0.25, 0.25] and worker.loop.times.report()["prefill_s"] == 0.25
+    assert told == [0.25, 0.25, 0.25] and worker.loop.times.report()["prefill_s"] == 0.25
 
 
 def test_model_time_of_loops_is_without_prefills() -> None:

@@ -21,7 +21,14 @@ from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch, plan_prefill
 from adaserve.scheduler.pressure import RecentWork
-from adaserve.scheduler.replay import FLUSH_EVERY, Recorder, ReplayError, read_recording, replay
+from adaserve.scheduler.replay import (
+    FLUSH_EVERY,
+    RecordedPrefill,
+    Recorder,
+    ReplayError,
+    read_recording,
+    replay,
+)
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.order import build_order
@@ -30,6 +37,7 @@ from adaserve.scheduler.simulator.recorded import (
     RECORDED_TEXT,
     RecordedChildren,
     load_children,
+    recorded_prefills,
     recorded_slowdown,
 )
 from adaserve.scheduler.simulator.replica import ReplicaConfig
@@ -626,6 +634,17 @@ class TestReplay:
         (tmp_path / "empty.jsonl").write_text('{"schema_version": 3}\n')
         with pytest.raises(ValueError, match="holds no iteration"):
             recorded_slowdown(tmp_path / "empty.jsonl", LATENCY)
+
+    def test_a_recording_tells_what_prefills_took(self, tmp_path):
+        """Which differs from what verifications of as many tokens would take."""
+        path = tmp_path / "run.jsonl"
+        with Recorder(path) as recorder:
+            assert recorded_prefills(path, LATENCY, 3.0) is None
+            for tokens in (40, 200, 90, 256) * 5:
+                recorder.prefilled(RecordedPrefill(tokens, 3.0 * (0.01 + 1e-4 * tokens)))
+        cost = recorded_prefills(path, LATENCY, 3.0)
+        assert (cost.fixed_s, cost.per_token_s) == pytest.approx((0.01, 1e-4), rel=0.05)
+        assert list(read_recording(path)) == []
 
     def test_broken_recordings_are_named(self, tmp_path):
         for version, what in ((3, r"x.jsonl:2 is not a recorded iteration"), (2, "another version")):
