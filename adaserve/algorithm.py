@@ -42,8 +42,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         ensure_registered()
         require_applied()
         settle_classes()  # before any other process is started
-        config = sized_for(server_args.device, AdaServeConfig.load())
-        config.export()
+        config = settle_width(AdaServeConfig.load(), server_args.device)
         refuse_unsupported(server_args, config)
         size_reserve(server_args, config)
         tell_what_is_not_used(server_args)
@@ -53,10 +52,13 @@ class AdaServeAlgorithm(CustomSpecAlgo):
             server_args.max_running_requests = MOST_RUNNING
 
 
-def sized_for(device: object, config: AdaServeConfig) -> AdaServeConfig:
-    """With the width of drafts there, where none was asked for."""
-    wide = config.max_width is None and on_device(device)
-    return config.changed(max_width=GPU_WIDTH) if wide else config
+def settle_width(config: AdaServeConfig, device: object) -> AdaServeConfig:
+    """Drafts are wider on a GPU, in all processes that are started from here on, unless a width was asked
+    for."""
+    if config.max_width is None and on_device(device):
+        config = config.changed(max_width=GPU_WIDTH)
+        config.export()
+    return config
 
 
 def size_reserve(args: Any, config: AdaServeConfig) -> None:

@@ -15,8 +15,8 @@ import transformers
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import ServerArgs
 
-from adaserve.algorithm import size_reserve, sized_for, tell_what_is_not_used
-from adaserve.config import AdaServeConfig, ConfigError
+from adaserve.algorithm import settle_width, size_reserve, tell_what_is_not_used
+from adaserve.config import ENV, AdaServeConfig, ConfigError
 from adaserve.engine import measure
 from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
 from adaserve.engine.sources import draft_model
@@ -486,10 +486,12 @@ def test_a_server_that_is_refused_ends_with_the_sentence(
 def test_gpus_draft_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a width was asked for."""
     monkeypatch.delenv(DEVICE_PATH_ENV, raising=False)
-    assert [sized_for(device, AdaServeConfig()).widest for device in ("cpu", "cuda")] == [3, 8]
-    assert sized_for("cuda", AdaServeConfig(max_width=2)).widest == 2
+    monkeypatch.setenv(ENV, "{}")
+    assert settle_width(AdaServeConfig(), "cpu").widest == AdaServeConfig.load().widest == 3
+    assert settle_width(AdaServeConfig(max_width=2), "cuda").widest == 2
+    assert settle_width(AdaServeConfig(), "cuda").widest == AdaServeConfig.load().widest == 8
     monkeypatch.setenv(DEVICE_PATH_ENV, "1")
-    assert sized_for("cpu", AdaServeConfig()).widest == 8, "which exercises a GPU's parts"
+    assert settle_width(AdaServeConfig(), "cpu").widest == 8, "which exercises a GPU's parts"
 
 
 def test_sizes_of_trees_that_sglang_was_given_are_not_silently_lost(caplog: pytest.LogCaptureFixture) -> None:
