@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import secrets
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from adaserve.errors import UserError
 
 _PORTS = range(10_000, 22_000)
 """Below those that SGLang takes for itself, and that Linux, macOS and Windows give to connections."""
-_claims = list[socket.socket]()
-"""Of all ports that ``free_port`` gave away; they stay open as long as this process."""
+_claims = list[ExitStack]()
+"""Sockets of all ports that ``free_port`` gave away, which stay open as long as this process."""
 
 
 def why_not_free(host: str, port: int) -> str | None:
@@ -29,19 +29,21 @@ def why_not_free(host: str, port: int) -> str | None:
     return None
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now, and nobody else is given. Raises UserError.
+def free_port(in_a_row: int = 1) -> int:
+    """The first of ``in_a_row`` TCP ports of the loopback interface that nobody uses now, and nobody else is
+    given. Raises UserError.
 
     A server binds it half a minute after it was chosen. Meanwhile it opens dozens of connections, each at a
     port that the kernel chooses, and SGLang takes ports for itself that are still free. Processes that choose
     at the same time see from each other's UDP sockets what is taken."""
     for _ in range(100):
-        port, claim = secrets.choice(_PORTS), socket.socket(type=socket.SOCK_DGRAM)
-        with suppress(OSError):
-            claim.bind(("127.0.0.1", port))
-            with socket.socket() as s:
-                s.bind(("127.0.0.1", port))
-            _claims.append(claim)
-            return port
-        claim.close()
+        first = secrets.choice(_PORTS[: len(_PORTS) - in_a_row + 1])
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + in_a_row):
+                claim = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+                claim.bind(("127.0.0.1", port))
+                with socket.socket() as s:
+                    s.bind(("127.0.0.1", port))
+            _claims.append(stack.pop_all())
+            return first
     raise UserError(f"no port between {_PORTS.start} and {_PORTS.stop} is free: choose one with --port")
