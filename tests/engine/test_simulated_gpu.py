@@ -138,7 +138,7 @@ def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         tmp_path_factory.mktemp(f"gpu_{name}"),
         models,
         draft,
-        {"policy": "adaserve", "max_depth": 3, "max_width": 2, "budget": 40, "attention": "triton", **others},
+        {"policy": "adaserve", "max_depth": 3, "max_width": 4, "budget": 40, "attention": "triton", **others},
         {
             "rotate": [*POLICIES[:-1], *["none"] * 3, *["priced"] * 6],
             "audit_every": 1 << 30,  # the audit is the CPU's
