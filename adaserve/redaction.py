@@ -14,26 +14,24 @@ OTHER = "--ssl-keyfile"
 """A flag of SGLang's that looks like one of these, cut short. The command line takes what is cut short,
 too."""
 
-
-FLAGS = ["--" + name.replace("_", "-") for name in SECRETS]
-GIVEN = re.compile(rf"((?:{'|'.join(FLAGS)})[= ])('[^']*'|\"[^\"]*\"|\S+)")
-
-
-def hidden_in(text: str) -> str:
-    """A text that may hold flags for a server, such as ``--api-key k --host h``, with secrets hidden."""
-    return GIVEN.sub(rf"\1{HIDDEN}", text)
+_FLAGS = ["--" + name.replace("_", "-") for name in SECRETS]
+_INSIDE = re.compile(rf"((?:{'|'.join(_FLAGS)})[= ])('[^']*'|\"[^\"]*\"|\S+)")
+"""Such a flag with its value, in a word that holds several."""
 
 
-def without_secrets(argv: Sequence[str]) -> Iterator[str]:
-    """The words of a command line, with secrets hidden."""
+def without_secrets(argv: Sequence[str], cut_short: bool = True) -> Iterator[str]:
+    """The words of a command line, with secrets hidden; also in a word that holds flags for a server, such as
+    ``"--api-key k --host h"``. ``cut_short``: whether the command takes flags that are."""
     is_value = False
     for argument in argv:
         name, joined, _ = argument.partition("=")
-        is_flag = len(name) > 2 and name != OTHER and any(flag.startswith(name) for flag in FLAGS)
+        is_flag = name in _FLAGS
+        if cut_short and len(name) > 2 and name != OTHER:
+            is_flag = any(flag.startswith(name) for flag in _FLAGS)
         if is_value:
             yield HIDDEN
         elif is_flag and joined:
             yield f"{name}={HIDDEN}"
         else:
-            yield hidden_in(argument)
+            yield _INSIDE.sub(rf"\1{HIDDEN}", argument)
         is_value = is_flag and not joined and not is_value

@@ -15,7 +15,7 @@ from adaserve.errors import why_not_new
 from adaserve.files import write_json
 from adaserve.host import describe_host
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.redaction import FLAGS, HIDDEN, hidden_in
+from adaserve.redaction import without_secrets
 from adaserve.slo.metrics import PREDICTED, RequestRecord, read_records, summarize
 
 CONFIG = "config.yaml"
@@ -68,10 +68,7 @@ def command_line() -> str:
     """The command that was typed, without keys and without paths of this machine."""
     if COMMAND_VARIABLE in os.environ:
         return os.environ[COMMAND_VARIABLE]
-    words = [hidden_in(_shown_word(word)) for word in sys.argv[1:]]
-    for k, flag in enumerate(words[:-1]):
-        if flag in FLAGS:
-            words[k + 1] = HIDDEN
+    words = map(_shown_word, without_secrets(sys.argv[1:], cut_short=False))
     return " ".join([_program(Path(sys.argv[0])), shlex.join(words)]).strip()
 
 

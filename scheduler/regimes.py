@@ -18,8 +18,8 @@ BEST_WORTH = 0.7
 
 SIDE_WORTH, SIDE_FALL = 0.1, 1.25
 """Of beam b >= 1 of any level: 0.1 / b^1.25. Along greedy texts of the embedded pair (1,584 trees of depth 5
-and width 12) beams 1, 2, 4 and 8 hold the target's token in 9, 4, 2 and 1% of the trees, and hardly less
-often further down: fewer paths get there, but the best beam is wrong more often."""
+and width 12) beams 1, 2, 4 and 8 hold the target's token in 9, 4, 2 and 1% of the trees, and less often at
+the first level only: fewer paths get further down, but the best beam is wrong more often there."""
 
 PRIOR_WORTH = 4
 """Requests that were drafted for once: that much what a level begins with is worth."""

@@ -319,7 +319,7 @@ def test_configuration_survives_saving(tmp_path: Path) -> None:
     ("typed", "told"),
     [
         (["--api-key", "k-1"], "--api-key '<redacted>'"),
-        (["--api-key=k-1"], "'--api-key=<redacted>'"),
+        (["--api-key=k-1 k-2"], "'--api-key=<redacted>'"),
         (["--flags", "--admin-api-key k-1 --host h"], "--flags '--admin-api-key <redacted> --host h'"),
         (["--flags=--api-key=k-1"], "'--flags=--api-key=<redacted>'"),
         (["--api", "chat", "--api-key", "--api-key"], "--api chat --api-key '<redacted>'"),
