@@ -29,6 +29,7 @@ from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
 from adaserve.bench.gpu_check.search import Recorded, check_search
 from adaserve.bench.gpu_check.unread import check_unread
 from adaserve.bench.gpu_check.walk import check_walk
+from adaserve.config import GPU_WIDTH
 from adaserve.engine.filters import Filter, by_sort, differences, examples
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
@@ -47,6 +48,7 @@ from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 from adaserve.processes import end_children
+from adaserve.scheduler.config import NARROW
 
 ATTENTION = ("flashinfer", "triton")
 OTHERS = ("layout", "noise", "moves", "beams")
@@ -208,10 +210,12 @@ def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) ->
     columns = (torch.linspace(0.5, 2, rows), spread, keys, torch.arange(rows))
     there, scale, much, key, position = (c.to(device) for c in (logits, *columns))
     right, got = noise.read(logits, *columns), read_fused(there, scale, much, key, position).cpu()
-    best, at = (values.cpu() for values in best_fused(there, scale, much, key, position, None, 3))
-    named = right.log_softmax(dim=-1).gather(1, at)
-    best_ones = right.topk(3, dim=-1).values - right.logsumexp(dim=-1, keepdim=True)
-    worst = _worst((right, got), (best_ones, best), (named, best))
+    pairs = [(right, got)]
+    for count in (NARROW, GPU_WIDTH):  # compiled for either
+        best, at = (values.cpu() for values in best_fused(there, scale, much, key, position, None, count))
+        found = right.topk(count, dim=-1).values - right.logsumexp(dim=-1, keepdim=True)
+        pairs += [(found, best), (right.log_softmax(dim=-1).gather(1, at), best)]
+    worst = _worst(*pairs)
     return {"rows": rows, "vocabulary": vocabulary, "dtype": dtype, "difference": worst,
             "right": worst < NOISE_BOUND}  # fmt: skip
 
