@@ -155,7 +155,9 @@ def _delta_text(delta: Mapping[str, Any] | None) -> str:
         return ""
     # vLLM has renamed the reasoning; servers that send both names send the same text twice.
     text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
-    for call in delta.get("tool_calls") or ():
+    text += delta.get("refusal") or ""
+    # One call has this form in OpenAI's older API.
+    for call in (*(delta.get("tool_calls") or ()), {"function": delta.get("function_call")}):
         function = call.get("function") or {}
         text += (function.get("name") or "") + (function.get("arguments") or "")
     return text

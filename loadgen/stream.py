@@ -284,22 +284,31 @@ class _Reader:
             text = response.read().decode("utf-8", "replace")
             self.record.error = f"HTTP {response.status_code}: {_short(text)}"
             return
+        named = b""  # the event
         while not self._done:
             line = response.readline(b"\n")
             if not line:
                 break
-            if line.startswith(b"data:"):
+            field, _, value = line.partition(b":")
+            if field == b"event":
+                named = value.strip()
+            elif field == b"data":
                 self._events += 1
-                self._event(line[5:].strip(), sock.at_s)
+                self._event(value.strip(), sock.at_s, named)
+            elif not field.strip():  # the end of an event
+                named = b""
         kind = _short(response.get("content-type", "something else"))
         if not self._events and not kind.startswith("text/event-stream"):
             self.record.error = f"the answer is not a stream of events but {kind}"
         elif not self._done and self.record.error is None and self.record.finish_reason is None:
             self.record.error = "the stream ended without a finish reason"
 
-    def _event(self, payload: bytes, at_s: float) -> None:
+    def _event(self, payload: bytes, at_s: float, named: bytes) -> None:
         if payload == b"[DONE]":
             self._done = True
+            return
+        if named == b"error":  # whatever form its data has
+            self.record.error, self._done = _short(payload.decode(errors="replace")), True
             return
         try:
             event = protocol.parse_event(self.api, json.loads(payload), self._seen)
@@ -364,7 +373,8 @@ def _short(text: str) -> str:
     """One line for an error message: the server's own words where it sent JSON."""
     try:
         data = json.loads(text)
-        text = protocol.parse_event("completions", data, 0).error or data.get("detail") or text
+        said = protocol.parse_event("completions", data, 0).error
+        text = said or data.get("detail") or data.get("message") or text
     except protocol.NOT_UNDERSTOOD:
         pass
     return " ".join(str(text).split())[:300]

@@ -174,6 +174,7 @@ OPTIONS = {
     "--slo=coding=fast": "is not a number",
     "--slo=chat=50,": "is not a number",
     "--slo=chat=itl:50": "'itl' is not an objective: known are tpot and ttft",
+    "--slo=chat=1.2x,50": "'1.2x,50' states TPOT twice",
     "--slo=chat=ttft:2x": "a TTFT is in milliseconds, not in baselines",
     "--slo=chat=ttft:0": "ttft_ms is 0",
     "--num-prompts=0": "max_requests must be a whole number of 1 or more",

@@ -106,6 +106,15 @@ STREAMS = {
          DONE],
         chunks=2, api="chat",
     ),
+    "a call as of old": Stream(
+        [event(role="assistant", content=None, function_call={"name": "a", "arguments": ""}),
+         event(function_call={"arguments": "bc"}), event("", "function_call", content=""), usage(3), DONE],
+        chunks=2, api="chat",
+    ),
+    "a refusal": Stream(
+        [event(refusal="a"), event(refusal="bc"), event("", "stop", content=""), usage(3), DONE],
+        chunks=2, api="chat",
+    ),
     "nothing but the end of the text": Stream(
         [event("", "stop"), usage(1), DONE], text="", tokens=1, chunks=0
     ),
@@ -121,6 +130,15 @@ STREAMS = {
         [event("a"), b'event: error\ndata: {"error": {"message": "out of memory"}}\n\n'],
         text="a", tokens=1, chunks=1, source="chunks", error="out of memory",
     ),
+    "an error by its name": Stream(
+        [event("a"), b'event: error\ndata: {"message": "out of memory"}\n\n'],
+        text="a", tokens=1, chunks=1, source="chunks", error="out of memory",
+    ),
+    "an error in plain text": Stream(
+        [event("a"), b"event: error\ndata: out of memory\n\n"],
+        text="a", tokens=1, chunks=1, source="chunks", error="out of memory",
+    ),
+    "other events that have a name": Stream([b"event: message\n" + e for e in (*ABC, usage(3), DONE)]),
     "cut off": Stream(
         [event("a")], text="a", tokens=1, chunks=1, source="chunks",
         error="the stream ended without a finish reason",
