@@ -229,8 +229,9 @@ def _whole_lines(file: IO[str]) -> Iterator[str]:
                 yield line
 
 
-def _events(path: Path) -> Iterator[RecordedIteration | RecordedPrefill | str]:
-    """Iterations in the order of their outcomes; in between, prefills and requests that were forgotten."""
+def read_events(path: Path) -> Iterator[RecordedIteration | RecordedPrefill | str]:
+    """Iterations of a recording in the order of their outcomes; in between, prefills (not in recordings of
+    earlier versions) and requests that were forgotten. Raises ReplayError."""
     try:
         with _open(path, "rt") as f:
             for number, line in enumerate(_whole_lines(f), 1):
@@ -266,18 +267,13 @@ def _iteration(data: dict[str, Any]) -> RecordedIteration:
 
 
 def read_recording(path: Path) -> Iterator[RecordedIteration]:
-    """Iterations of a recording in the order of their outcomes. Raises ReplayError."""
-    return (event for event in _events(path) if isinstance(event, RecordedIteration))
-
-
-def read_prefills(path: Path) -> Iterator[RecordedPrefill]:
-    """Prefills of a recording; those of earlier versions have none. Raises ReplayError."""
-    return (event for event in _events(path) if isinstance(event, RecordedPrefill))
+    """Its iterations alone. Raises ReplayError."""
+    return (event for event in read_events(path) if isinstance(event, RecordedIteration))
 
 
 def replay(path: Path, policy: Policy) -> list[Mismatch]:
     """Feeds a recording to a fresh policy and compares plans and selections; empty = identical."""
-    events = deque(event for event in _events(path) if not isinstance(event, RecordedPrefill))
+    events = deque(event for event in read_events(path) if not isinstance(event, RecordedPrefill))
     iterations = [e for e in events if isinstance(e, RecordedIteration)]
     mismatches: list[Mismatch] = []
     known = 0

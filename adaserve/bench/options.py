@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
 from adaserve.commands import empty_folder, new_file
+
+Number = TypeVar("Number", int, float)
 
 
 def listed(parser: Callable[[str], Any], text: str, *flags: str, **settings: Any) -> Any:
@@ -49,10 +51,15 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(w.strip() for w in text.split(",") if w.strip()))
 
 
+def _each_once(values: Iterable[Number]) -> tuple[Number, ...]:
+    """``1,1.0`` is one number."""
+    return tuple(dict.fromkeys(values))
+
+
 def floats(text: str) -> tuple[float, ...]:
     """``0.5,1`` -> (0.5, 1.0)."""
     try:
-        found = tuple(map(float, words(text)))
+        found = _each_once(map(float, words(text)))
     except ValueError:
         found = (math.nan,)
     if not found or not all(map(math.isfinite, found)):
@@ -63,7 +70,7 @@ def floats(text: str) -> tuple[float, ...]:
 def counts(text: str) -> tuple[int, ...]:
     """``1,8`` -> (1, 8); whole numbers from 1 on."""
     try:
-        found = tuple(map(int, words(text)))
+        found = _each_once(map(int, words(text)))
     except ValueError:
         found = ()
     if not found or min(found) < 1:
@@ -80,7 +87,7 @@ def known(option: str, given: Collection[str], accepted: Collection[str]) -> Non
 def seed_list(text: str) -> tuple[int, ...]:
     """``0,1`` -> (0, 1); ``x3`` -> (0, 1, 2)."""
     try:
-        found = tuple(range(int(text[1:]))) if text.startswith("x") else tuple(map(int, words(text)))
+        found = tuple(range(int(text[1:]))) if text.startswith("x") else _each_once(map(int, words(text)))
     except ValueError:
         found = ()
     if not found or min(found) < 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from adaserve.scheduler.calibration import Calibrator, bin_of, claimed_probabili
 from adaserve.scheduler.interface import Context, FloatArray
 from adaserve.scheduler.latency import ForwardCost, Latency
 from adaserve.scheduler.pressure import LearnedPrefills
-from adaserve.scheduler.replay import read_prefills, read_recording
+from adaserve.scheduler.replay import RecordedIteration, RecordedPrefill, read_events, read_recording
 from adaserve.scheduler.simulator.workload import TextModel
 
 MOST = 0.999
@@ -45,57 +47,94 @@ class RecordedChildren:
         return q, p / np.maximum(1.0, p.sum(axis=2, keepdims=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What recordings say of drafts and of the host."""
+
+    children: RecordedChildren
+    slowdown: float  # times that iterations took what a latency model says of them
+    prefills: ForwardCost | None  # of forwards that read prompts, where nothing slows them down
+
+
 def load_children(path: Path) -> RecordedChildren:
     """Builds the source from a recording. Raises ValueError when no candidate of it was verified."""
-    calibrator, best, second = Calibrator(), [], []
+    candidates = _Candidates()
     for item in read_recording(path):
+        candidates.add(item)
+    return candidates.children(str(path))
+
+
+def load_recorded(paths: Sequence[Path], latency: Latency) -> Recorded:
+    """What the recordings of one engine, or of several alike, say together. They are read once: they can be
+    larger than memory.
+
+    The slowdown, of replicas that share a host or beside other programs, is the median of cycles without
+    prefills. Raises ValueError where there are none, or where no candidate was verified."""
+    candidates, ratios, prefills = _Candidates(), list[float](), list[RecordedPrefill]()
+    for event in chain.from_iterable(map(read_events, paths)):
+        if isinstance(event, RecordedPrefill):
+            prefills.append(event)
+        elif isinstance(event, RecordedIteration):
+            candidates.add(event)
+            if not event.outcome.prefilled:
+                ratios.append(event.outcome.cycle_s / _said_s(event, latency))
+    where = ", ".join(map(str, paths))
+    if not ratios:
+        raise ValueError(f"no iteration without prefills in {where}: record while requests are served")
+    slowdown = float(np.median(ratios))
+    return Recorded(candidates.children(where), slowdown, prefill_cost(prefills, latency, slowdown))
+
+
+@dataclass(slots=True)
+class _Candidates:
+    """Gathers what was claimed of candidates, and what they were worth."""
+
+    calibrator: Calibrator = field(default_factory=Calibrator)
+    best: list[float] = field(default_factory=list)
+    second: list[float] = field(default_factory=list)  # over what the best leaves
+
+    def add(self, item: RecordedIteration) -> None:
         trees, running = item.trees, item.plan.running
         if not trees.n_nodes:
-            continue
+            return
         tests, classes = find_tested(item.outcome), ("all",) * len(running)
         q = claimed_probability(trees)
-        calibrator.observe(q[tests.node], tests.row, tests.accepted, running.rids, classes)
+        self.calibrator.observe(q[tests.node], tests.row, tests.accepted, running.rids, classes)
         for r in range(trees.n_rows):
             own = slice(int(trees.row_start[r]), int(trees.row_start[r + 1]))
             first = np.sort(q[own][trees.depth[own] == 1])[::-1]
             if len(first):
-                best.append(float(first[0]))
+                self.best.append(float(first[0]))
             if len(first) > 1 and first[0] < 1:
-                second.append(float(first[1] / (1 - first[0])))
-    factors = calibrator.factors()
-    if not best or not len(factors):
-        raise ValueError(f"{path} holds no verified candidates; record while speculation is on")
-    share = float(np.clip(np.mean(second), 0.05, 0.95)) if second else 0.5
-    return RecordedChildren(np.sort(np.array(best)), share, factors[0])
+                self.second.append(float(first[1] / (1 - first[0])))
+
+    def children(self, where: str) -> RecordedChildren:
+        """Raises ValueError."""
+        factors = self.calibrator.factors()
+        if not self.best or not len(factors):
+            raise ValueError(f"no candidate was verified in {where}: record while speculation is on")
+        share = float(np.clip(np.mean(self.second), 0.05, 0.95)) if self.second else 0.5
+        return RecordedChildren(np.sort(np.array(self.best)), share, factors[0])
 
 
-def recorded_slowdown(path: Path, latency: Latency) -> float:
-    """How many times as long the iterations of a recording took as ``latency`` says of them: replicas that
-    share a host, or other programs. The median of cycles without prefills. Raises ValueError when it holds
-    none."""
-    ratios = []
-    for item in read_recording(path):
-        if item.outcome.prefilled:
-            continue
-        plan, running = item.plan, item.plan.running
-        context = Context(float(running.context_tokens.sum()), len(running))
-        steps, tokens = item.trees.draft_steps, item.selection.verify_tokens
-        said_s = latency.iteration_s(
-            plan.drafting_rows, steps, plan.draft.width, tokens, context, plan.draft_context
-        )
-        ratios.append(item.outcome.cycle_s / said_s)
-    if not ratios:
-        raise ValueError(f"{path} holds no iteration without prefills; record while requests are served")
-    return float(np.median(ratios))
+def _said_s(item: RecordedIteration, latency: Latency) -> float:
+    """How long ``latency`` says that an iteration takes."""
+    plan, running = item.plan, item.plan.running
+    context = Context(float(running.context_tokens.sum()), len(running))
+    steps, tokens = item.trees.draft_steps, item.selection.verify_tokens
+    return latency.iteration_s(
+        plan.drafting_rows, steps, plan.draft.width, tokens, context, plan.draft_context
+    )
 
 
-def recorded_prefills(path: Path, latency: Latency, slowdown: float) -> ForwardCost | None:
-    """What the recorded forwards that read prompts would take where nothing slows them down, seconds; None
-    where none was recorded. They are larger than what is known of verifications, and compute no logits of
-    most tokens."""
+def prefill_cost(
+    prefills: Sequence[RecordedPrefill], latency: Latency, slowdown: float
+) -> ForwardCost | None:
+    """What these would take where nothing slows them down, seconds; None without any. They are larger than
+    what is known of verifications, and compute no logits of most tokens."""
     first_s = (latency.verify_s(n) + latency.draft_step_s(n) for n in (1.0, LearnedPrefills.FAR))
     learned, cost = LearnedPrefills(*first_s), None
-    for prefill in read_prefills(path):
+    for prefill in prefills:
         learned.observe(prefill.tokens, prefill.seconds / slowdown)
         cost = learned.cost
     return cost

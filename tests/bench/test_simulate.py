@@ -20,9 +20,11 @@ from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
 from adaserve.cli import app
 from adaserve.config import MOST_RUNNING, AdaServeConfig
+from adaserve.scheduler.calibration import N_BINS
 from adaserve.scheduler.latency import ForwardCost
 from adaserve.scheduler.profile import Profile
 from adaserve.scheduler.simulator.hardware import hardware_latency
+from adaserve.scheduler.simulator.recorded import Recorded, RecordedChildren
 from adaserve.scheduler.simulator.run import simulate, violations
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
 from adaserve.slo.classes import PAPER_MIX, SLOConfig
@@ -204,8 +206,10 @@ def test_capacity_knows_how_much_memory_there_is() -> None:
 
     (small, waited_s), (large, soon_s) = attained("--kv-tokens 2500"), attained()
     assert small > large and waited_s > 10 * soon_s
-    nobody = output_of("capacity --trace synthetic:9:6 --kv-tokens 1 --most 1")
+    nobody = output_of("capacity --trace synthetic:9:6 --kv-tokens 1")
     assert " 1 replica: 0.00% attained\n" in nobody
+    assert "9 replicas: 0.00%" in nobody and "95% attainment: no number reaches it" in nobody
+    assert "95% attainment: more than 2" in output_of("capacity --trace synthetic:9:6 --kv-tokens 1 --most 2")
 
 
 def test_fit_reports_errors_and_bad_files(tmp_path: Path) -> None:
@@ -282,9 +286,8 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
 def test_capacity_goes_by_the_times_of_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how much slower the host was: nothing else explains why it finds more replicas than 'run',
     which takes no times of the recording."""
-    monkeypatch.setattr(fleet, "load_children", lambda path: None)
-    monkeypatch.setattr(fleet, "recorded_slowdown", lambda path, latency: 2.5)
-    monkeypatch.setattr(fleet, "recorded_prefills", lambda path, latency, slowdown: ForwardCost(2.0))
+    found = Recorded(RecordedChildren(np.array([0.5]), 0.5, np.ones(N_BINS)), 2.5, ForwardCost(2.0))
+    monkeypatch.setattr(fleet, "load_recorded", lambda paths, latency: found)
     words = "capacity --trace synthetic:30:3 --policy none --most 1"
     said = output_of(f"{words} --recorded any.jsonl --gpu h100")
     assert "iterations take 2.50 times what llama-3.1-70b on 4 h100 would take" in said
@@ -330,6 +333,10 @@ def test_a_trace_that_states_slos_gets_no_others(stated: dict[str, float], tmp_p
 def test_errors_name_the_remedy(arguments: str, message: str) -> None:
     got = simulate_command(f"run --trace synthetic:5:1 {arguments}")
     assert got.exit_code == 2 and message in got.output.replace("\n", " ")
+
+
+def test_a_load_that_is_named_twice_is_no_second_seed() -> None:
+    assert "+- 0.0" not in output_of("run --trace synthetic:5:1 --policy none --loads 1,1.0")
 
 
 def test_the_progress_bar_shows_a_trace_by_its_name() -> None:

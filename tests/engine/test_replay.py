@@ -14,7 +14,7 @@ from adaserve.engine.cpu.device import LEAST_GAIN
 from adaserve.scheduler.costs import known_sizes
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import PolicyConfig, build_policy
-from adaserve.scheduler.replay import read_prefills, read_recording, replay
+from adaserve.scheduler.replay import RecordedPrefill, read_events, read_recording, replay
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Job, Zygote, run_jobs, workload
 
@@ -65,7 +65,7 @@ def test_a_recording_replays_to_identical_plans_and_selections(recorded: Recorde
     assert any(i.selection.keep.any() and not i.selection.keep.all() for i in drafted), "nothing was chosen"
     assert max(len(i.plan.running) for i in iterations) > 2
     assert '"forget"' in recorded.path.read_text()
-    prefills = list(read_prefills(recorded.path))
+    prefills = [e for e in read_events(recorded.path) if isinstance(e, RecordedPrefill)]
     assert sum(p.tokens for p in prefills) > 100 and all(p.seconds > 0 for p in prefills)
     assert replay(recorded.path, build_policy(recorded.policy, recorded.config)) == []
 

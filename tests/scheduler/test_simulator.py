@@ -26,6 +26,7 @@ from adaserve.scheduler.replay import (
     RecordedPrefill,
     Recorder,
     ReplayError,
+    read_events,
     read_recording,
     replay,
 )
@@ -37,8 +38,8 @@ from adaserve.scheduler.simulator.recorded import (
     RECORDED_TEXT,
     RecordedChildren,
     load_children,
-    recorded_prefills,
-    recorded_slowdown,
+    load_recorded,
+    prefill_cost,
 )
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.router import build_router
@@ -606,7 +607,7 @@ class TestReplay:
                 replica.submit(replace(request, prompt_tokens=2000))
             while replica.busy:
                 replica.step()
-        assert recorded_slowdown(tmp_path / "run.jsonl", latency) == pytest.approx(1.0, abs=0.05)
+        assert load_recorded([tmp_path / "run.jsonl"], latency).slowdown == pytest.approx(1.0, abs=0.05)
 
     def test_no_trees_can_be_drawn_where_none_was_verified(self, tmp_path):
         self.record(tmp_path / "run.jsonl", "adaserve")
@@ -615,12 +616,12 @@ class TestReplay:
             if line.get("selection"):
                 line["selection"]["keep"] = [False] * len(line["selection"]["keep"])
         (tmp_path / "none.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        with pytest.raises(ValueError, match="holds no verified candidates"):
+        with pytest.raises(ValueError, match=r"no candidate was verified in .*none\.jsonl"):
             load_children(tmp_path / "none.jsonl")
 
     def test_a_recording_tells_how_busy_the_host_was(self, tmp_path):
         self.record(tmp_path / "run.jsonl", "adaserve")
-        slowdown = recorded_slowdown(tmp_path / "run.jsonl", LATENCY)
+        slowdown = load_recorded([tmp_path / "run.jsonl"], LATENCY).slowdown
         assert slowdown == pytest.approx(1.0, abs=0.05)
         lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
         for line in lines:
@@ -630,19 +631,27 @@ class TestReplay:
                 line["outcome"]["total_s"] *= times
                 line["outcome"]["since_last_s"] *= times
         (tmp_path / "busy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert recorded_slowdown(tmp_path / "busy.jsonl", LATENCY) == pytest.approx(2.5 * slowdown, rel=0.05)
         (tmp_path / "empty.jsonl").write_text('{"schema_version": 3}\n')
-        with pytest.raises(ValueError, match="holds no iteration"):
-            recorded_slowdown(tmp_path / "empty.jsonl", LATENCY)
+        busy, empty = tmp_path / "busy.jsonl", tmp_path / "empty.jsonl"
+        assert load_recorded([empty, busy], LATENCY).slowdown == pytest.approx(2.5 * slowdown, rel=0.05)
+        with pytest.raises(ValueError, match=r"no iteration without prefills in .*empty\.jsonl"):
+            load_recorded([empty], LATENCY)
+
+    def test_recordings_of_several_replicas_count_alike(self, tmp_path):
+        paths = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+        for path, policy in zip(paths, ("adaserve", "chain-3"), strict=True):
+            self.record(path, policy)
+        each, both = [load_children(path) for path in paths], load_recorded(paths, LATENCY).children
+        assert both.best.tolist() == sorted([*each[0].best, *each[1].best])
 
     def test_a_recording_tells_what_prefills_took(self, tmp_path):
         """Which differs from what verifications of as many tokens would take."""
         path = tmp_path / "run.jsonl"
+        assert prefill_cost([], LATENCY, 3.0) is None
         with Recorder(path) as recorder:
-            assert recorded_prefills(path, LATENCY, 3.0) is None
             for tokens in (40, 200, 90, 256) * 5:
                 recorder.prefilled(RecordedPrefill(tokens, 3.0 * (0.01 + 1e-4 * tokens)))
-        cost = recorded_prefills(path, LATENCY, 3.0)
+        cost = prefill_cost(list(read_events(path)), LATENCY, 3.0)
         assert (cost.fixed_s, cost.per_token_s) == pytest.approx((0.01, 1e-4), rel=0.05)
         assert list(read_recording(path)) == []
 

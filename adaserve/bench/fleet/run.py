@@ -125,7 +125,7 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
     try:
         with others.watched():
             ranking = rank(fleet.replicas, say=lambda text: console.print(text, highlight=False))
-            before_load = _recording(plan.out, 0).stat().st_size
+            before_load = {path: path.stat().st_size for path in _recordings(plan)}
             summary, records = _load(plan, fleet, console)
         reports = [replica.report() for replica in fleet.replicas]
     finally:
@@ -133,7 +133,8 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
     judged = [r for r in records if r.scheduled_s >= plan.warmup_s]
     classes = sorted({r.slo_class for r in judged})
     write_json(plan.out / "replicas.json", reports)
-    forget_beginning(_recording(plan.out, 0), before_load)
+    for path, size in before_load.items():
+        forget_beginning(path, size)
     capacity = _capacity(plan, reports, records, float(summary["slo_attainment"] or 0.0))
     result = {
         "command": command_line(),
@@ -154,17 +155,15 @@ def _fleet(plan: FleetPlan) -> Fleet:
     port, folder = free_port(), plan.out
     trace = ("--record-requests", str(folder / "trace.jsonl"))
     flags = ("--size", plan.size, "--policy", plan.policy, *trace)
-    replicas = [
-        ReplicaSpec(free_port(), (*flags, "--record", str(_recording(folder, i))))
-        for i in range(plan.replicas)
-    ]
+    replicas = [ReplicaSpec(free_port(), (*flags, "--record", str(path))) for path in _recordings(plan)]
     urls = tuple(replica.url for replica in replicas)
     router = RouterSpec(urls, plan.router, port=port, metrics_port=free_port())
     return Fleet(replicas, router, folder)
 
 
-def _recording(folder: Path, replica: int) -> Path:
-    return folder / f"iterations-{replica}.jsonl"
+def _recordings(plan: FleetPlan) -> list[Path]:
+    """Of iterations, one of each replica."""
+    return [plan.out / f"iterations-{i}.jsonl" for i in range(plan.replicas)]
 
 
 # -- headroom -------------------------------------------------------------------------------
@@ -281,10 +280,11 @@ def forget_beginning(recording: Path, size: int) -> None:
 def _capacity(
     plan: FleetPlan, reports: Sequence[dict[str, Any]], records: Sequence[RequestRecord], measured: float
 ) -> Capacity:
-    """What ``adaserve simulate capacity`` says of the trace, by one replica's costs and trees."""
+    """What ``adaserve simulate capacity`` says of the trace, by what all replicas recorded, and by the costs
+    that the first one has learned."""
     costs = LatencyModel.from_json(reports[0]["latency_learned"] or reports[0]["latency"])
     baseline_ms = float(reports[0]["baseline_ms"])
-    simulated = SimulatedFleet.of(plan.policy, costs, baseline_ms, plan.seed, _recording(plan.out, 0))
+    simulated = SimulatedFleet.of(plan.policy, costs, baseline_ms, plan.seed, _recordings(plan))
     recorded = read_recorded([str(plan.out / "trace.jsonl")], plan.seed)
     trace, warm_up = load_rows(recorded, records, plan.warmup_s)
     attainment = simulated.attainment(trace, SLOConfig(), warm_up=warm_up)

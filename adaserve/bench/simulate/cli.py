@@ -216,8 +216,10 @@ def capacity(
         slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
         hardware = Hardware(model, gpu, tp, profile)
         cache = kv_tokens or hardware.kv_tokens()
-        of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, recorded, cache)
+        recordings = () if recorded is None else (recorded,)
+        of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, recordings, cache)
         loaded = read_recorded(trace, seed)
+        most = min(most, len(loaded))  # with one for each request, all of them run alone
         with console.status(_replicas(1)) as status:
             served, summaries = of.records(loaded, slos, router), {}
 
@@ -232,8 +234,8 @@ def capacity(
         print(f"iterations take {of.slowdown:.2f} times what {said}: as the recorded ones did")
     for n, got in answer.tried.items():
         print(f"{_replicas(n):>14}: {percent(got, 2)}% attained{_first_tokens(summaries[n])}")
-    found = f"{answer.replicas}" if answer.replicas else f"more than {most}"
-    print(f"minimum replicas for {100 * target:g}% attainment: {found}")
+    none = "no number reaches it" if most == len(loaded) else f"more than {most}"
+    print(f"minimum replicas for {100 * target:g}% attainment: {answer.replicas or none}")
     if out:
         write_json(out, asdict(answer))
 

@@ -14,12 +14,7 @@ from adaserve.bench.simulate.hardware import PROFILED_CACHE
 from adaserve.bench.simulate.served import served
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.paced import PacedReplica, PaceTable, learn_pace
-from adaserve.scheduler.simulator.recorded import (
-    RECORDED_TEXT,
-    load_children,
-    recorded_prefills,
-    recorded_slowdown,
-)
+from adaserve.scheduler.simulator.recorded import RECORDED_TEXT, load_recorded
 from adaserve.scheduler.simulator.run import SimulationConfig, serve, simulate, to_record, violations
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, make_requests
 from adaserve.slo.classes import SLOConfig
@@ -45,18 +40,18 @@ class SimulatedFleet:
         latency: LatencyModel,
         baseline_ms: float | None,
         seed: int,
-        recorded: Path | None = None,
+        recorded: Sequence[Path] = (),
         kv_tokens: int = PROFILED_CACHE,
     ) -> SimulatedFleet:
-        """``recorded``: iterations of an engine, to draw trees from; if they took longer than ``latency``
+        """``recorded``: iterations of replicas, to draw trees from; if they took longer than ``latency``
         says, so will the simulated ones, and prefills take what the recorded ones did. Raises ValueError
-        where the policy is unknown, or where the recording says too little."""
+        where the policy is unknown, or where the recordings say too little."""
         config, text, slowdown = served(policy, latency, seed, kv_tokens), TextModel(), 1.0
         if recorded:
-            text, slowdown = RECORDED_TEXT, recorded_slowdown(recorded, latency)
-            prefill_cost = recorded_prefills(recorded, latency, slowdown)
-            replica = replace(config.replica, busy=((0.0, np.inf, slowdown),), prefill_cost=prefill_cost)
-            config = replace(config, replica=replica, children=load_children(recorded))
+            found = load_recorded(recorded, latency)
+            text, slowdown = RECORDED_TEXT, found.slowdown
+            replica = replace(config.replica, busy=((0.0, np.inf, slowdown),), prefill_cost=found.prefills)
+            config = replace(config, replica=replica, children=found.children)
         return SimulatedFleet(config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3, text, slowdown)
 
     def attainment(
