@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from adaserve.bench.gpu_check import answers, shapes
 from adaserve.bench.gpu_check.again import forget
@@ -35,6 +36,7 @@ from adaserve.bench.gpu_check.mixed import run_mixed
 from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Pair, serving, spec_of
 from adaserve.bench.gpu_check.targets import outside_share, targets
 from adaserve.bench.gpu_check.traces import summary
+from adaserve.cli import app
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.pair.widen import Width
 from adaserve.server import ServerError
@@ -985,6 +987,15 @@ def test_a_pair_that_does_not_fit_is_not_made(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("adaserve.bench.gpu_check.facts.gpu", lambda: {"memory_gib": 79.2})
     assert _costs(dry=False, size=None) == (shapes.LARGE_TARGET, shapes.LARGE_DRAFT)
     assert _costs(dry=False, size=None, kind="eagle3") == (shapes.LARGE_TARGET, shapes.LARGE_HEAD)
+
+
+def test_a_stage_that_is_not_there_is_refused_before_the_pair_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("adaserve.server.on_cpu", lambda: True)
+    monkeypatch.setattr(shapes, "widened_pair", lambda *_: pytest.fail("it is made"))
+    done = CliRunner().invoke(app, ["gpu-check", "--device", "cpu", "--only", "sglang:sped"])
+    assert done.exit_code == 2 and "there is no stage 'sglang:sped'" in done.stderr
 
 
 def test_the_large_pair_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_what_cannot_be_served_is_one_line(
         (["bench", "latency", "--contexts", "1024,8192"], "ask for fewer or shorter texts"),
         (["bench", "learn", "--classes", "bogus"], "--classes accepts coding"),
         (["bench", "learn", "--seed", "-1"], "greater than or equal to 0"),
+        (["bench", "learn", "--order", "cpp:0"], "--order has 0 requests of cpp"),
         (["bench", "kernels", "--against", "nowhere"], "nowhere"),
         (["gpu-check", "--device", "cpu", "--rounds", "0"], "greater than or equal to 1"),
         (["bench", "latency", "--draft-kind", ""], "--draft-kind needs at least one kind of draft"),

@@ -119,10 +119,12 @@ def gpu_check(
             if draft_kind != "model":
                 raise ServerError("--draft-kind chooses among embedded drafts: leave it out")
         plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, loads=loads, mixed_s=mixed_seconds)
+        unmade = Pair(model or "", draft or "", device, _common(plan, split(flags, "--flags")))
+        # Refuses now what it does not know: to widen a pair takes minutes.
+        check = Check(unmade, plan, out, console, only or (), stage_limit, again, together)
         if model is None or draft is None:
             model, draft = map(str, widened_pair(*_costs(dry, size, draft_kind)))
-        pair = Pair(model, draft, device, _common(plan, split(flags, "--flags")), kind_at(draft))
-        check = Check(pair, plan, out, console, only or (), stage_limit, again, together)
+        check.pair = replace(unmade, target=model, draft=draft, kind=kind_at(draft))
         report = check.run()
     except ValueError as error:
         fail(str(error))

@@ -56,9 +56,11 @@ class LearnPlan:
         """(part, domain) of every block. Raises ValueError for a number of requests that is none."""
         found = []
         for part, words in enumerate(self.order):
-            domains, _, requests = words.partition(":")
+            domains, _, number = words.partition(":")
+            if (requests := int(number or self.requests)) < 1:
+                raise ValueError(f"{requests} requests of {domains}")
             names = domains.split("+")
-            blocks = max(1, int(requests or self.requests) // self.block)
+            blocks = max(1, requests // self.block)
             found += [(part, names[i % len(names)]) for i in range(blocks)]
         return found
 
