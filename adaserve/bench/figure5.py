@@ -19,6 +19,7 @@ def draw(path: Path) -> None:
     for ax, slo_phase in zip(axes, (True, False), strict=True):
         _draw_one(ax, figure5.select(slo_phase))
         ax.set_title("SLO phase, then throughput" if slo_phase else "throughput only: r1 misses its 0.8")
+    path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,6 @@ _what, _traffic, _server, _run = map(panel, ("What is measured", "Traffic", "Ser
 
 
 def bench_sweep(
-    context: typer.Context,
     *,
     axes: Annotated[
         Any,
@@ -151,7 +149,6 @@ def bench_sweep(
     Systems play the same block of requests in random order before any plays the next one, because the speed
     of a host drifts. After Ctrl-C the same --out continues. Exit code 4: blocks are left."""
     from adaserve.bench.sweep.commands import Options, redraw, replay, show_plan, sweep, trace_files
-    from adaserve.bench.sweep.plan import SweepPlan
 
     console = Console(stderr=True)
     if plot_only is not None:
@@ -160,11 +157,14 @@ def bench_sweep(
     if simulate is not None:
         replay(simulate, console)
         return
-    of_plan = {f.name: context.params[f.name] for f in fields(SweepPlan)}
-    if traces is not None:
-        of_plan["traces"] = trace_files(traces)
     options = Options(
-        given=of_plan,
+        given=dict(
+            axes=axes, policies=policies, side_policies=side_policies, loads=loads, at=at, shares=shares,
+            scales=scales, kinds=kinds, traces=None if traces is None else trace_files(traces),
+            lengths=lengths, seeds=seeds, blocks=blocks, seconds=seconds, check_plain=check_plain,
+            trace=trace, slo_config=slo_config, prompt_scale=prompt_scale, output_scale=output_scale,
+            temperature=temperature, max_tokens=max_tokens,
+        ),
         quick=quick,
         server=dict(model=model, draft=draft, size=size),
         config=dict(cpu_weights=cpu_weights, max_depth=max_depth, budget=budget),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from adaserve.bench.sweep import commands
 from adaserve.bench.sweep.commands import Options, plan_of, server_of, server_settings, trace_files
 from adaserve.bench.sweep.plan import (
     TUNING_SEED,
@@ -252,6 +253,14 @@ def test_flags_beat_quick_and_policies_hold_on_every_axis(tmp_path: Path) -> Non
     plan = plan_of(Options({"policies": ("none", "chain-2"), "seconds": 4.0}, quick=True), store)
     assert plan.side_policies == ("none", "chain-2") and plan.seconds == 4.0 and plan.seeds == (0,)
     assert plan_of(Options({"loads": (0.2, 0.5, 0.8)}), store).at == 0.5
+
+
+def test_every_field_of_a_plan_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Options] = []
+    monkeypatch.setattr(commands, "show_plan", seen.append)
+    CliRunner().invoke(app, ["bench", "sweep", "--plan-only", "--loads", "0.5,.50"])
+    assert list(seen[0].given) == [f.name for f in fields(SweepPlan)]
+    assert {k: v for k, v in seen[0].given.items() if v is not None} == {"loads": (0.5,)}
 
 
 def test_the_server_drafts_as_deep_as_the_longest_chain() -> None:
