@@ -179,8 +179,16 @@ def _hidden(names: list[str], on_cpu: bool) -> list[Finding]:
     return findings
 
 
+def _platform_is_there() -> bool:
+    """SGLang does not load where the environment names a platform that is not there: that is said once."""
+    chosen = os.environ.get("SGLANG_PLATFORM")
+    return not chosen or chosen in entry_points(group="sglang.srt.platforms").names
+
+
 def check_hooks() -> list[Finding]:
     """Registers all hooks, as a server does."""
+    if not _platform_is_there():
+        return []
     try:
         from adaserve import patches
 
@@ -192,6 +200,8 @@ def check_hooks() -> list[Finding]:
 
 
 def check_compiler() -> list[Finding]:
+    if not _platform_is_there():
+        return []
     from adaserve.engine.cpu.build import BuildError, find_compiler
 
     try:

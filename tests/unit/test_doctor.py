@@ -113,6 +113,13 @@ def test_what_hides_the_plugin_or_the_platform_is_named(
     assert missing == ([] if remedy is None else [remedy])
 
 
+def test_what_follows_from_a_platform_that_is_not_there_is_not_said_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", "cuda")
+    assert doctor.check_hooks() + doctor.check_compiler() == []
+
+
 def test_profiles(tmp_path: Path) -> None:
     """One counts that a server here would use, which is found by what it was measured with."""
     assert doctor.check_profile(tmp_path)[0].found.startswith("none")
