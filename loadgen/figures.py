@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +101,19 @@ def bars(
     ax.set_xticks(range(len(names)), [as_it_is(name) for name in names], **slope)
 
 
+@contextlib.contextmanager
+def _font_as_it_is() -> Iterator[None]:
+    """Without a warning for each letter that the font lacks: a page has the fonts of its browser, and in a
+    PNG anybody sees the box."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        yield
+
+
 def save(figure: Any, path: Path) -> Path:
     """Writes a PNG, with neither date nor version inside."""
-    figure.savefig(path, dpi=140, metadata={"Software": None})
+    with _font_as_it_is():
+        figure.savefig(path, dpi=140, metadata={"Software": None})
     return path
 
 
@@ -109,5 +121,6 @@ def svg(figure: Any) -> str:
     """The figure as an element of an HTML page, on the page's own background."""
     text = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    with _font_as_it_is():
+        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
     return text.getvalue().partition("<svg")[2].join(("<svg", ""))

@@ -91,7 +91,7 @@ def load_prompts(
     found = Path(str(shipped if path is None else path))
     try:
         raw = found.read_bytes()
-        text = (gzip.decompress(raw) if found.suffix == ".gz" else raw).decode()
+        text = (gzip.decompress(raw) if found.suffix == ".gz" else raw).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
         raise LoadgenError(f"cannot read the prompts in {found}: {why_unreadable(e)}") from e
     texts: dict[str, list[str]] = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaserve.loadgen.config import Endpoint
+from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.slo.answer_ends import ANSWER_TOKENS
 from adaserve.slo.metrics import PREDICTED
@@ -80,9 +81,14 @@ def _body(server: Endpoint, request: PlannedRequest, history: str) -> dict[str, 
 
 
 def slo_headers(server: Endpoint, request: PlannedRequest) -> dict[str, str]:
-    """The SLO of a request as HTTP headers: ``x-slo-*``, and ``tracestate`` for routers that drop those."""
+    """The SLO of a request as HTTP headers: ``x-slo-*``, and ``tracestate`` for routers that drop those.
+    Raises LoadgenError."""
     headers: dict[str, str] = {}
     if server.slo_headers in ("both", "class"):
+        if not request.slo_class.isascii():
+            raise LoadgenError(
+                f"no header can hold the class {request.slo_class!r}: rename it, or give --slo-headers ms"
+            )
         headers[HEADER_CLASS] = request.slo_class
     if server.slo_headers in ("both", "ms"):
         if request.tpot_ms is not None:

@@ -89,9 +89,10 @@ def test_the_models_of_all_runs_are_named(tmp_path: Path) -> None:
     assert "models small-8b, large-8b</p>" in page_of(runs, tmp_path)
 
 
+@pytest.mark.filterwarnings("error:Glyph")
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
-    """Matplotlib has ideas of its own about dollars and underscores."""
-    names = (r"a$\frac$b", "cost $1 to $2", "_first", "<b>bold</b>")
+    """Matplotlib has ideas of its own about dollars and underscores, and no font for all scripts."""
+    names = (r"a$\frac$b", "cost $1 to $2", "_first", "<b>bold</b>", "聊天")
     records = [record(k, name) for k, name in enumerate(names)]
     runs = [read_run(folder(tmp_path / str(k), records), label) for k, label in enumerate(names)]
     page = page_of(runs, tmp_path)

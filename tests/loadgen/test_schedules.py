@@ -265,7 +265,8 @@ def test_a_class_says_what_its_requests_are_like(tmp_path: Path) -> None:
 
 def test_prompts_may_hold_whatever_json_allows(tmp_path: Path) -> None:
     path, text = tmp_path / "p.jsonl", "one\u2028two\x85three"
-    path.write_text(json.dumps({"category": "chat", "text": text}, ensure_ascii=False) + "\r\n\n")
+    line = json.dumps({"category": "chat", "text": text}, ensure_ascii=False)
+    path.write_text(f"\ufeff{line}\r\n\n")
     assert load_prompts(path).texts == {"chat": [text]}
     path.write_text(r'{"category": "chat", "text": "half a smile \ud83d"}')
     with pytest.raises(LoadgenError, match=r"p\.jsonl:1: text holds '\\ud83d', not a character of UTF-8"):
