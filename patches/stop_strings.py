@@ -7,7 +7,11 @@ checked as if it had come alone, as in plain decoding.
 
 Tokens behind the stop are not told, but SGLang has counted those that reason by then. Reasoning is the
 beginning of an output, so no more of it can be told than there is output. SGLang also keeps these tokens, and
-the next turn of a session would follow a text that the client has never seen.
+the next turn of a session would follow a text that the client has never seen. Of an answer that is aborted
+meanwhile it tells them all.
+
+Where the first token of a prompt completes the grammar, SGLang without overlap looks for that before it tells
+the grammar, and another token comes if ``ignore_eos`` is set. So here the grammar is told first.
 
 SGLang also takes what it does not know in a stop expression, such as ``[^z]``, for endless, and then searches
 the whole answer after every token. Python knows how much such an expression can match at most.
@@ -29,7 +33,10 @@ Check = Callable[[Any, int], bool]
 def register() -> None:
     request = "sglang.srt.managers.schedule_batch.Req"
     hook(f"{request}._check_str_based_finish", _check, HookType.AROUND, always=True)
-    hook(f"{request}.update_finish_state", _count_reasoning, HookType.AFTER, always=True)
+    hook(f"{request}.update_finish_state", _ended, HookType.AFTER, always=True)
+    processor = "sglang.srt.managers.scheduler_components.batch_result_processor"
+    prefilled = f"{processor}.SchedulerBatchResultProcessor.process_batch_result_prefill"
+    hook(prefilled, _advance_grammars, HookType.BEFORE)
     hook("sglang.srt.session.session_controller.Session.create_req", _continue, HookType.BEFORE)
     longest = "sglang.srt.sampling.sampling_params.get_max_seq_length"
     hook(longest, lambda _, expression: longest_match(expression), HookType.AROUND)
@@ -62,9 +69,20 @@ def ends_within(original: Check, req: Any, new_tokens: int) -> bool:
     return False
 
 
-def _count_reasoning(_: None, self: Any, new_accepted_len: int = 1) -> None:
-    if new_accepted_len > 1 and self.finished_len is not None and is_active():
+def _ended(_: None, self: Any, new_accepted_len: int = 1) -> None:
+    if new_accepted_len < 2 or not is_active() or not self.finished():
+        return
+    reason = self.finished_reason
+    if reason.to_json()["type"] == "abort":
+        ends_within(type(self)._check_str_based_finish, self, new_accepted_len)
+        self.finished_reason = reason
+    if self.finished_len is not None:
         self.reasoning_tokens = min(self.reasoning_tokens, self.finished_len)
+
+
+def _advance_grammars(self: Any, batch: Any, result: Any) -> None:
+    """By the prompts' first tokens, unless that is done: SGLang notes it."""
+    self.advance_grammar_fsm(result, batch)
 
 
 def _continue(self: Any, req: Any, *_: Any, **__: Any) -> None:

@@ -165,6 +165,11 @@ def test_sampled_text_has_the_distribution_of_plain_decoding(served: Served, sto
         assert min(p_values(2 * SAMPLES)) > SMALLEST_P
 
 
+def test_the_first_token_may_complete_a_grammar(served: Served) -> None:
+    params = greedy(regex="(abc)?", logit_bias={"0": 20.0})
+    assert served.server.generate(input_ids=PROMPTS[0], sampling_params=params)["output_ids"] == [0]
+
+
 def test_several_sampled_choices_are_valid(served: Served) -> None:
     for kind, grammar in GRAMMARS.items():
         params = {"temperature": 1.0, "max_new_tokens": 80, "n": 4, **grammar}

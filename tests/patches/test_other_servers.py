@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType, _wrap_fn
 
 from adaserve import patches
-from adaserve.patches.stop_strings import _check, _count_reasoning
+from adaserve.patches.stop_strings import _check, _ended
 
 Run = Callable[..., list[str]]
 
@@ -68,5 +68,5 @@ def test_what_every_request_calls_in_every_iteration_asks_itself() -> None:
     params = SimpleNamespace(stop_strs=["a"], stop_regex_strs=[])
     req = SimpleNamespace(sampling_params=params, finished_len=1, reasoning_tokens=3)
     assert _check(lambda _, tokens: tokens == 3, req, 3)
-    _count_reasoning(None, req, 3)
+    _ended(None, req, 3)
     assert req.reasoning_tokens == 3

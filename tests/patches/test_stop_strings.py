@@ -6,13 +6,13 @@ import random
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.vocabulary import EOS_ID
-from adaserve.patches.stop_strings import _count_reasoning, ends_within, longest_match
+from adaserve.patches.stop_strings import _ended, ends_within, longest_match
 
 TEXT = "def __repr__(self):\n        return self.name\n\nclass Fox(Dog):\n    def run(self, far): # back\n"
 STOPS = ("self", "return", "\n\n", ":", "class", "name\n", "far)", "(", "no such text")
@@ -59,7 +59,7 @@ def reasoned(tokenizer: Any, tokens: list[int], sizes: list[int], end: list[int]
         req.output_ids.extend(portion)
         req.update_reasoning_tokens(portion, end)
         req.update_finish_state(len(portion))
-        _count_reasoning(None, req, len(portion))
+        _ended(None, req, len(portion))
     return len(req.output_ids_through_stop), req.reasoning_tokens
 
 
@@ -119,3 +119,19 @@ def test_reasoning_behind_the_stop_is_not_counted(tokenizer: Any, seed: int, end
     assert right[1] <= right[0] < len(tokens)
     for sizes in (portions(len(tokens), rng), [len(tokens)]):
         assert reasoned(tokenizer, tokens, sizes, mark) == right
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize(("stop", "kept"), [("self", "def __repr__(self"), ("no such text", TEXT)])
+def test_an_aborted_answer_has_nothing_behind_its_stop(tokenizer: Any, stop: str, kept: str) -> None:
+    tokens = list(tokenizer.encode(TEXT, add_special_tokens=False))
+    sampling = SamplingParams(max_new_tokens=2 * len(tokens), stop=[stop])
+    sampling.normalize(tokenizer)
+    req = Req("r", "a", [5], sampling)
+    req.tokenizer, req.eos_token_ids = tokenizer, {EOS_ID}
+    req.output_ids.extend(tokens)
+    req.to_finish = FINISH_ABORT()
+    req.update_finish_state(len(tokens))
+    _ended(None, req, len(tokens))
+    assert req.finished_reason.to_json()["type"] == "abort"
+    assert tokenizer.decode(req.output_ids_through_stop) == kept
