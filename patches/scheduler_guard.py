@@ -16,7 +16,8 @@ the batch, so there it ends them as well.
 SGLang keeps as many open sessions as anybody cares to open, and every turn of theirs with its whole history.
 Here the number of both is limited. A turn that takes the id of another one hides it from this count, but its
 followers keep it alive; so ids of turns are taken once. The turns behind one that is replaced it drops one
-inside the other, which Python ends after a thousand. Why a session is not opened it does not tell the client.
+inside the other, which Python ends after a thousand. Where a turn replaces all, it drops them from the
+dictionary that it walks along, which Python refuses. Why a session is not opened it does not tell the client.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def register() -> None:
     sessions = "sglang.srt.session.session_controller"
     hook(f"{sessions}.SessionController.open", _open_session, HookType.AROUND)
     hook(f"{sessions}.SessionReqNode.clear", _drop, HookType.AROUND)
+    hook(f"{sessions}.Session.create_req", _drop_all, HookType.BEFORE)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     hook(f"{manager}._handle_open_session_req_output", _tell_why, HookType.BEFORE)
 
@@ -180,6 +182,13 @@ def _drop(_: Callable[..., None], self: Any, req_dict: dict[str, Any]) -> None:
         turns += turn.children
         turn.abort()
         req_dict.pop(turn.req.rid, None)
+
+
+def _drop_all(self: Any, req: Any, *_: Any, **__: Any) -> None:
+    """``self``: a session; ``req``: its next turn, which replaces all others where it names none of them."""
+    if req.session_params.replace and req.session_params.rid is None and not self.streaming:
+        for turn in list(self.req_nodes.values()):
+            turn.clear(self.req_nodes)
 
 
 def _abort(original: Callable[..., None], self: Any, recv_req: Any) -> None:

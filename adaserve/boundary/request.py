@@ -73,8 +73,6 @@ def hidden_states(name: str, value: Any, _: Limits) -> None:
 def session_params(name: str, value: Any, limits: Limits) -> None:
     """Which turn of which session is continued."""
     known_fields(name, value, limits, _SESSION)
-    if value.get("replace") and not value.get("rid"):
-        raise RequestError(f"{name}.replace needs {name}.rid, the turn that is replaced")
 
 
 def custom_labels(name: str, value: Any, limits: Limits) -> None:
@@ -90,7 +88,7 @@ def custom_labels(name: str, value: Any, limits: Limits) -> None:
 _SESSION: dict[str, Check] = {
     "id": identifier,
     "rid": label,
-    "offset": integer(0),
+    "offset": integer(-INT32_MAX - 1),
     "replace": flag,
     "drop_previous_output": flag,
 }

@@ -149,7 +149,7 @@ def names() -> Iterator[Attack]:
     yield native("one rid twice", "", rid=["a", "a"], input_ids=[[5], [6]])
     yield native("unknown sampling parameter", "is_normalized", {"is_normalized": True})
     yield native("session without id", "", session_params={"rid": 5})
-    yield native("session replaced as a whole", "replace", session_params={"id": "s", "replace": True})
+    yield native("session replaced as a whole", "", session_params={"id": "s", "replace": True})
     yield native("session of another kind", "session_params", session_params={"nope": 1})
     yield native("unknown session", "", session_params={"id": "nobody"})
     yield native("foreign endpoint", "http_worker_ipc", http_worker_ipc="tcp://127.0.0.1:1")

@@ -244,7 +244,7 @@ def test_a_session_survives_odd_turns(attacked: Server, expected: list[int]) -> 
     turn = {"id": "odd", "rid": first["meta_info"]["id"]}
     for odd, status in (
         ({**turn, "offset": 2**31 - 1}, 200), ({**turn, "drop_previous_output": True}, 200),
-        ({**turn, "replace": True}, 200), ({"id": "odd", "rid": "nobody"}, 400), ({"id": "odd", "replace": True}, 400),
+        ({**turn, "replace": True}, 200), ({**turn, "offset": -(2**31)}, 200), ({"id": "odd", "rid": "nobody"}, 400),
     ):  # fmt: skip
         body = {"input_ids": [7], "sampling_params": params, "session_params": odd}
         assert post(attacked, "/generate", body).status_code == status
@@ -253,6 +253,9 @@ def test_a_session_survives_odd_turns(attacked: Server, expected: list[int]) -> 
     most = {"logprob_start_len": 0, "top_logprobs_num": VOCAB, "token_ids_logprob": [5] * 1000}
     much = post(attacked, "/generate", {**body, "session_params": turn, "return_logprob": True, **most})
     assert much.status_code == 400 and "a session's prompt" in much.text
+    whole = {"id": "odd", "replace": True}  # after which the turns before are gone
+    for odd, status in ((whole, 200), (turn, 400)):
+        assert post(attacked, "/generate", {**body, "session_params": odd}).status_code == status
     assert post(attacked, "/close_session", {"session_id": "odd"}).status_code == 200
     assert probe(attacked) == expected
 

@@ -116,17 +116,21 @@ TURNS = 3000
 """More than Python calls one inside the other."""
 
 
-def test_a_long_chain_of_turns_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rid", ["0", None])
+def test_a_long_chain_of_turns_is_replaced(monkeypatch: pytest.MonkeyPatch, rid: str | None) -> None:
+    """From one turn on, or as a whole."""
     drop = _wrap_fn(SessionReqNode.clear, scheduler_guard._drop, HookType.AROUND)
     monkeypatch.setattr(SessionReqNode, "clear", drop)
     session, last = Session(capacity_of_str_len=100), None
     for number in range(TURNS):
         req = made(rid=str(number), origin_input_ids=[5], origin_input_ids_unpadded=[5])
         last = session.req_nodes[req.rid] = SessionReqNode(req, last)
-    params = SimpleNamespace(rid="0", replace=True, offset=0, drop_previous_output=False)
+    params = SimpleNamespace(rid=rid, replace=True, offset=0, drop_previous_output=False)
     asked = Asked(rid="new", session_params=params, input_ids=[7])
-    new = session.create_req(asked, None, 100, req_factory=made)
-    assert list(session.req_nodes) == ["0", "new"] and new.origin_input_ids == [5, 6, 7]
+    create = _wrap_fn(Session.create_req, scheduler_guard._drop_all, HookType.BEFORE)
+    new = create(session, asked, None, 100, req_factory=made)
+    kept, before = ([], []) if rid is None else ([rid], [5, 6])
+    assert list(session.req_nodes) == [*kept, "new"] and new.origin_input_ids == [*before, 7]
     assert last is not None and last.req.to_finish is not None, "nobody waits for the rest of it"
 
 
