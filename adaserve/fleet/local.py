@@ -30,7 +30,10 @@ GRACE_S = 120
 
 LAST_PORT = 65535
 LEAST_LIFE_S = 30.0
-"""What dies sooner after its start is not started again."""
+"""What dies sooner after its start has failed: it is not started again at once."""
+
+RETRY_S = 300.0
+"""Between the starts of a replica that fails, while others serve: a start takes much of their processors."""
 
 MOST_LOG_BYTES = 64 << 20
 """Of a log that is written. The health checks of the router alone bring some 10 MB a day."""
@@ -162,7 +165,9 @@ class Fleet:
         self._specs = list(replicas)
         self._addresses = [(spec.host, spec.port) for spec in replicas]
         self._addresses += [(router.host, port) for port in router.ports]
-        self._started_s = [0.0] * (1 + len(replicas))  # of the router, and of the replicas
+        self._router_started_s = 0.0
+        self._started_s = [0.0] * len(replicas)
+        self._retry_s: dict[int, float] = {}  # when those that failed are started again
         self._baseline_ms: float | None = None  # of the replica that was started first
         self.notes: list[str] = []  # sentences for those who run it
 
@@ -212,7 +217,7 @@ class Fleet:
 
     def _start_router(self, say: Callable[[str], None]) -> None:
         self.router.start(lambda s: say(f"starting the router ({s:.0f} s)"))
-        self._started_s[0] = time.monotonic()
+        self._router_started_s = time.monotonic()
 
     def _start(self, i: int, say: Callable[[str], None]) -> None:
         what = f"replica {i + 1} of {len(self.replicas)}"
@@ -223,7 +228,7 @@ class Fleet:
         if self._baseline_ms is None:
             self._baseline_ms = _settled_baseline_ms(replica)
             self._hold_baseline(replica, self._specs[i], self._baseline_ms)
-        self._started_s[i + 1] = time.monotonic()
+        self._started_s[i] = time.monotonic()
 
     def _hold_baseline(self, first: ServerProcess, spec: ReplicaSpec, baseline_ms: float) -> None:
         """The others promise what the first one has measured. It would go on learning, so that soon a class
@@ -266,34 +271,61 @@ class Fleet:
     def repair(self, say: Callable[[str], None]) -> None:
         """Starts again what is dead: the router first, without which nobody is served. It finds replicas by
         itself. Keeps logs from filling the disk. Raises ServerError."""
-        for i in range(1 + len(self.replicas)):
-            self._repair(i, say)
+        self._repair_router(say)
+        for i in range(len(self.replicas)):
+            self._repair_replica(i, say)
 
-    def _repair(self, i: int, say: Callable[[str], None]) -> None:
-        """Of the router, 0, or of a replica."""
-        process = self.replicas[i - 1] if i else self.router
-        if process.alive:
-            _limit(process.log)
+    def _repair_router(self, say: Callable[[str], None]) -> None:
+        router = self.router
+        if router.alive:
+            _limit(router.log)
             return
-        what = f"replica {i}" if i else "the router"
-        if time.monotonic() - self._started_s[i] < LEAST_LIFE_S:
-            raise ServerError(
-                f"{what} {process.how} soon after its start:\n{process.why()}\n(full log: {process.log})"
-            )
-        say(f"{what} {process.how}; starting it again. {_kept(process.log)}")
-        process.stop()
-        if i:
-            # That takes a minute, in which the router may die as well.
-            self._start(i - 1, lambda _: self._repair(0, say))
-        else:
-            self._start_router(lambda _: None)
+        if time.monotonic() < self._router_started_s + LEAST_LIFE_S:
+            raise ServerError(_failed("the router", router))
+        say(f"the router {router.how}; starting it again. {_kept(router.log)}")
+        router.stop()
+        self._start_router(lambda _: None)
+        say("the router answers again")
+
+    def _repair_replica(self, i: int, say: Callable[[str], None]) -> None:
+        """One that fails is put off, and the others go on."""
+        replica, what, now_s = self.replicas[i], f"replica {i + 1}", time.monotonic()
+        if replica.alive:
+            _limit(replica.log)
+            return
+        if i not in self._retry_s and now_s < self._started_s[i] + LEAST_LIFE_S:
+            self._put_off(i, _failed(what, replica), say)
+            return
+        if now_s < self._retry_s.get(i, 0.0):
+            return
+        say(f"{what} {replica.how}; starting it again. {_kept(replica.log)}")
+        replica.stop()
+        try:
+            # That takes a minute, in which the router may die.
+            self._start(i, lambda _: self._repair_router(say))
+        except (ServerError, OSError) as error:
+            self._put_off(i, f"{what} cannot be started: {error}", say)
+            return
+        self._retry_s.pop(i, None)
         say(f"{what} answers again")
+
+    def _put_off(self, i: int, why: str, say: Callable[[str], None]) -> None:
+        """Raises ServerError where no replica is left to serve."""
+        if not any(replica.alive for replica in self.replicas):
+            raise ServerError(why)
+        self.replicas[i].stop()
+        self._retry_s[i] = time.monotonic() + RETRY_S
+        say(f"{why}\nTrying again in {RETRY_S / 60:.0f} minutes; the others serve.")
 
     def down(self, grace_s: float = GRACE_S) -> None:
         """The router takes no more requests and waits for those in flight; then the replicas are stopped."""
         self.router.stop(grace_s)
         with ThreadPoolExecutor(len(self.replicas)) as pool:
             list(pool.map(ServerProcess.stop, self.replicas))
+
+
+def _failed(what: str, process: ServerProcess) -> str:
+    return f"{what} {process.how} soon after its start:\n{process.why()}\n(full log: {process.log})"
 
 
 def _kept(log: Path) -> str:

@@ -346,6 +346,40 @@ def test_a_router_that_dies_while_a_replica_starts_is_started_again(
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("installed", "at_once")
+def test_a_replica_that_fails_is_put_off_while_others_serve(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A mistake in its file of classes, say, which it reads when it is started again, must not end them."""
+    idle = ("import time; time.sleep(600)",)
+    fleet = Fleet([Script(free_port(), idle) for _ in range(2)], RouterSpec(()), tmp_path)
+    fleet.router.spec = Script(free_port(), idle)
+    failing, other = fleet.replicas
+    said: list[str] = []
+    try:
+        fleet._start_router(print)
+        for i in range(2):
+            fleet._start(i, print)
+        kill(failing)
+        fleet.repair(said.append)
+        fleet.repair(said.append)
+        assert len(said) == 1 and "soon after its start" in said[0] and "the others serve" in said[0]
+        monkeypatch.setattr(local, "RETRY_S", 0.0)
+        fleet._retry_s[0] = 0.0
+        with socket.create_server(("127.0.0.1", failing.spec.port)):
+            fleet.repair(said.append)
+        assert said[1].startswith("replica 1 ended; starting it again")
+        assert said[2].startswith("replica 1 cannot be started: port ")
+        fleet.repair(said.append)
+        assert failing.alive and other.alive and said[-1] == "replica 1 answers again"
+        kill(other)
+        kill(failing)
+        with pytest.raises(ServerError, match="soon after its start"):
+            fleet.repair(said.append)
+    finally:
+        fleet.down(0.0)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.usefixtures("at_once")
 def test_a_full_disk_is_no_reason_not_to_start() -> None:
