@@ -70,10 +70,17 @@ def up(
 
 
 def _introduce(fleet: Fleet) -> None:
-    print(f"router    {fleet.url}", flush=True)
+    _say(f"router    {fleet.url}")
     for i, replica in enumerate(fleet.replicas):
-        print(f"replica {i + 1} {replica.url}   (live page: {replica.url}/slo)", flush=True)
-    print(f"logs      {fleet.router.log.parent}", *fleet.notes, sep="\n", flush=True)
+        _say(f"replica {i + 1} {replica.url}   (live page: {replica.url}/slo)")
+    for line in (f"logs      {fleet.router.log.parent}", *fleet.notes):
+        _say(line)
+
+
+def _say(text: str) -> None:
+    """Perhaps to nobody: Ctrl-C ends `| tee` as well, and a disk may be full. Requests go on."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def _serve(fleet: Fleet) -> None:
@@ -83,14 +90,14 @@ def _serve(fleet: Fleet) -> None:
 
     grace_s = float(GRACE_S)
     try:
-        fleet.watch(lambda text: print(text, flush=True))
+        fleet.watch(_say)
     except ServerError:
         grace_s = 0.0
         raise
     finally:
         try:
             if grace_s:
-                print("waiting for the requests in flight; Ctrl-C stops now", flush=True)
+                _say("waiting for the requests in flight; Ctrl-C stops now")
             fleet.down(grace_s)
         except BaseException:
             fleet.down(0.0)

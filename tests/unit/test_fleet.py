@@ -11,10 +11,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import httpx
 import psutil
@@ -22,8 +24,8 @@ import pytest
 from typer.testing import CliRunner
 
 from adaserve.cli import app
-from adaserve.fleet import local
-from adaserve.fleet.local import Fleet, ReplicaSpec, RouterSpec
+from adaserve.fleet import cli, local
+from adaserve.fleet.local import GRACE_S, Fleet, ReplicaSpec, RouterSpec
 from adaserve.ports import free_port
 from adaserve.server import ServerError, ServerProcess
 
@@ -378,6 +380,23 @@ def test_a_replica_that_fails_is_put_off_while_others_serve(
             fleet.repair(said.append)
     finally:
         fleet.down(0.0)
+
+
+def test_a_fleet_drains_though_nobody_reads_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends `| tee` as well."""
+
+    def watch(say: Callable[[str], None]) -> None:
+        say("replica 1 ended")
+        raise KeyboardInterrupt
+
+    graces: list[float] = []
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), os.fdopen(writer, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        with pytest.raises(KeyboardInterrupt):
+            cli._serve(cast("Fleet", SimpleNamespace(watch=watch, down=graces.append)))
+    assert graces == [GRACE_S]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
