@@ -42,7 +42,7 @@ BASELINE_FLAGS = ("--baseline-ms", "--adaserve-baseline-ms")
 """Of `adaserve serve`, and the same setting among SGLang's flags."""
 
 _POLL_S = 0.5
-_WARM_REQUESTS = 4
+_WARM_REQUESTS, _WARM_TOKENS = 4, 32
 _FLAGS = {
     "--policy": "cache_aware",
     # By default a prompt follows its prefix until one replica has 64 requests more than another one.
@@ -349,14 +349,14 @@ def _limit(log: Path) -> None:
 
 def _settled_baseline_ms(replica: ServerProcess) -> float:
     """Milliseconds per token of the idle replica, after some requests: they correct what it measured while it
-    started, when the host may have been busy. Raises ServerError."""
-    params = {"max_new_tokens": 32, "ignore_eos": True, "temperature": 0.0}
+    started, when the host may have been busy. Without speculation, each token is an iteration, and of those
+    it takes many before it believes what it has learned. Raises ServerError."""
+    params = {"max_new_tokens": _WARM_TOKENS, "ignore_eos": True, "temperature": 0.0}
+    headers = {**replica.spec.headers, "x-adaserve-speculation": "off"}
     try:
         for i in range(_WARM_REQUESTS):
             body = {"text": f"x = {i}\n", "sampling_params": params}
-            answer = httpx.post(
-                replica.url + "/generate", json=body, timeout=300.0, headers=replica.spec.headers
-            )
+            answer = httpx.post(replica.url + "/generate", json=body, timeout=300.0, headers=headers)
             answer.raise_for_status()
         return float(f"{replica.report()['baseline_ms']:.4g}")
     except httpx.HTTPError as error:

@@ -24,6 +24,7 @@ import pytest
 from typer.testing import CliRunner
 
 from adaserve.cli import app
+from adaserve.engine.host_costs import FIRST_LOOK
 from adaserve.fleet import cli, local
 from adaserve.fleet.local import GRACE_S, Fleet, ReplicaSpec, RouterSpec
 from adaserve.ports import free_port
@@ -150,6 +151,8 @@ class Guarded(BaseHTTPRequestHandler):
 
     changes: ClassVar[list[tuple[str | None, Any]]] = []
     """What was to be changed, and with which key."""
+    plain: ClassVar[list[int]] = []
+    """Iterations of each request without speculation."""
 
     def do_GET(self) -> None:
         allowed = self.path == "/health" or self.headers["Authorization"] == "Bearer K"
@@ -165,6 +168,8 @@ class Guarded(BaseHTTPRequestHandler):
         if self.path == "/set_internal_state":
             self.changes.append((self.headers["Authorization"], body["server_args"]))
             self.headers.replace_header("Authorization", "Bearer K")
+        elif self.headers["x-adaserve-speculation"] == "off":
+            self.plain.append(body["sampling_params"]["max_new_tokens"] - 1)
         self.do_GET()
 
     def log_message(self, *_: object) -> None:
@@ -203,7 +208,9 @@ def test_a_fleet_with_a_key_asks_with_it(flags: tuple[str, ...], tmp_path: Path)
         fleet = Fleet.of(1, flags, tmp_path, port=server.server_port)
         assert fleet.healthy() == 1
         replica = ServerProcess(ReplicaSpec(server.server_port, flags), tmp_path / "replica.log")
+        Guarded.plain.clear()
         assert local._settled_baseline_ms(replica) == 12.5
+        assert sum(Guarded.plain) >= FIRST_LOOK, "what it has learned corrects the baseline only then"
         replica.spec = ReplicaSpec(server.server_port, ())
         with pytest.raises(ServerError, match="401"):
             local._settled_baseline_ms(replica)
