@@ -41,6 +41,7 @@ MOST_LOG_BYTES = 64 << 20
 BASELINE_FLAGS = ("--baseline-ms", "--adaserve-baseline-ms")
 """Of `adaserve serve`, and the same setting among SGLang's flags."""
 
+_FOLDER_FLAGS = {"--learn-folder", "--adaserve-learn-folder"}
 _POLL_S = 0.5
 _WARM_REQUESTS, _WARM_TOKENS = 4, 32
 _FLAGS = {
@@ -191,6 +192,8 @@ class Fleet:
             )
         if any(flag.startswith("--ssl-") for flag in flags):
             raise ServerError("the router asks its replicas without TLS: leave out --ssl-...")
+        if replicas > 1 and _FOLDER_FLAGS & {flag.partition("=")[0] for flag in flags}:
+            raise ServerError("the replicas cannot keep their drafts in one folder: leave out --learn-folder")
         servers = [ReplicaSpec(port + 1 + i, flags) for i in range(replicas)]
         urls = tuple(server.url for server in servers)
         if (key := api_key(flags)) and not api_key(router_flags):

@@ -47,6 +47,8 @@ def test_a_router_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert said.exit_code == 2 and "choose sglang-router or smg" in said.output
     said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--ssl-certfile=c"])
     assert said.exit_code == 2 and "leave out --ssl-" in said.output
+    said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--learn-folder=drafts"])
+    assert said.exit_code == 2 and "leave out --learn-folder" in said.output
     said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--port", "65533"])
     assert said.exit_code == 2 and "choose a lower --port" in said.output
 
