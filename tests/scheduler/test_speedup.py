@@ -26,6 +26,7 @@ def test_the_best_depth_grows_where_the_cache_dominates() -> None:
     assert short == 1 < long
     every = [speedup(TARGET, SELF, 8, 65_536, k).ratio for k in range(1, 9)]
     assert best(TARGET, SELF, 8, 65_536).ratio == max(every)
+    assert best(TARGET, SELF, 8, 65_536, deepest=1).depth == 1
 
 
 def test_from_the_inflection_on_every_step_in_requests_pays() -> None:
@@ -39,6 +40,7 @@ def test_from_the_inflection_on_every_step_in_requests_pays() -> None:
 
 def test_the_order_of_batches_does_not_matter_and_one_alone_says_nothing() -> None:
     assert inflection(TARGET, SELF, (16, 1, 4, 4)) == inflection(TARGET, SELF, (1, 4, 16))
+    assert inflection(TARGET, SELF, (1, 4)) is not None
     assert inflection(TARGET, SELF, (16,)) is None
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from adaserve.boundary import Limits, RequestError, check_logprobs, check_prompt, check_request
 from adaserve.boundary.ambiguity import _Automaton, require_few_ways
 from adaserve.boundary.ebnf import as_regex
-from adaserve.boundary.effort import Effort
+from adaserve.boundary.effort import CHARACTERS, GRAMMAR, MAX_EFFORT, Effort
 from adaserve.boundary.errors import TooLargeError, shown
 from adaserve.boundary.grammar import _require_matchable
 from adaserve.boundary.limits import MAX_SAMPLES, MAX_TOP_LOGPROBS
@@ -486,6 +486,14 @@ def test_a_grammar_of_a_whole_batch_is_judged_once(params: dict[str, Any]) -> No
 @pytest.mark.parametrize("text", ORDINARY)
 def test_ordinary_expressions_pass(text: str) -> None:
     check_request({"input_ids": [1], "sampling_params": {"regex": text}}, LIMITS)
+
+
+def test_effort_counts_each_grammar_once_with_its_characters_and_may_be_used_up() -> None:
+    effort, text = Effort(), "a" * 2 * CHARACTERS
+    effort.spend(MAX_EFFORT - GRAMMAR - 2)
+    assert [effort.is_new("regex", text) for _ in range(2)] == [True, False]
+    with pytest.raises(RequestError):
+        effort.spend(1)
 
 
 @pytest.mark.parametrize(
