@@ -659,6 +659,15 @@ def test_a_list_of_a_large_grammar_is_judged_as_a_loop(text: str, refused: bool)
         _require_matchable("ebnf", as_regex("ebnf", padded(text.replace("{0,99}", "{0,2}")), 1), Effort())
 
 
+@pytest.mark.parametrize(
+    ("written", "character"),
+    [(r'"\x41"', "A"), (r'"\u00e9"', "é"), (r'"\U0001f600"', "😀"), (r'"\UFFFFFFFF"', "\U0010ffff"), (r'"\n"', "\n"),
+     (r'"\""', '"'), (r'"."', "."), (r"[\x41-\x43]", "B"), (r"[\]]", "]"), ("[^]", "x")],
+)  # fmt: skip
+def test_characters_of_ebnf_stand_for_themselves(written: str, character: str) -> None:
+    assert re.fullmatch(as_regex("ebnf", f"root ::= {written}", 1), character)
+
+
 def test_the_sign_of_a_list_in_a_text_is_a_character() -> None:
     for text in (
         "\ue001*",

@@ -34,6 +34,7 @@ def test_what_may_fit_is_read_on_and_let_through() -> None:
     require_fitting(" " * 400_000, 4000, count)
     with pytest.raises(RequestError):
         require_fitting(" " * 4_000_000, 4000, count)
+    require_fitting("x" * 65_000, 4000, Counter(15))  # 4,333 tokens, but a word that is cut has some more
 
 
 def test_a_text_of_usual_length_is_not_read_twice() -> None:
