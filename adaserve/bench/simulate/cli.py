@@ -304,8 +304,8 @@ def forecast(
     """Show how well the TPOT of requests is predicted when they arrive, and how well it could be.
 
     In the table, load predicts by the load at the arrival alone, server is the predictor of a server, and
-    foreseen knows every iteration to come, but not the text of the request. It says nothing of one that ran
-    alone.
+    foreseen knows every iteration to come, but not the text of the request. It predicts nothing for requests
+    that ran alone.
     """
     from adaserve.bench.simulate.forecast import forecast_text
     from adaserve.bench.simulate.hardware import Hardware
