@@ -19,7 +19,7 @@ from adaserve.boundary.bodies import MAX_VALUES, drop_nulls, require_few_values
         {"input_ids": [1.5] * 70_000},
         {"tokens": [5] * 70_000},
         {"a": {"logit_bias": ["a"] * 70_000}},
-        {"stop": ["a"] * 70_000},
+        {"stop": ["a"] * MAX_VALUES},
         {"custom_labels": {str(i): "a" for i in range(70_000)}},
         [[["a"]]] * 40_000,
     ],
@@ -37,7 +37,7 @@ def test_a_body_of_very_many_values_is_refused(body: Any) -> None:
         {"sampling_params": {"logit_bias": {str(i): 1.0 for i in range(150_000)}}},
         {"text": ["a"] * 4096, "sampling_params": [{"temperature": 1, "stop": "a"}] * 4096},
         {"messages": [{"role": "user", "content": "a"}] * 10_000},
-        {}, [],
+        {"stop": ["a"] * (MAX_VALUES - 1)}, {}, [],
     ],
 )  # fmt: skip
 def test_long_prompts_and_large_batches_are_not(body: Any) -> None:
