@@ -23,7 +23,8 @@ def test_what_drafts_that_learn_gain_is_found() -> None:
 def test_a_server_that_was_started_anew_counts_from_nothing() -> None:
     def counted(met: int, missed: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         line = '%s{slo_class="chat",objective="all",outcome="%s"} %d\n'
-        return parse_metrics(line % (REQUESTS, "met", met) + line % (REQUESTS, "missed", missed))
+        other = 'adaserve:output_tokens_total{slo_class="chat"} 7\n'
+        return parse_metrics(line % (REQUESTS, "met", met) + line % (REQUESTS, "missed", missed) + other)
 
     def told(requests: int, attainment: float) -> dict[str, dict[str, dict[str, float]]]:
         return {"chat": {"all": {"requests": requests, "attainment": attainment}}}

@@ -58,6 +58,8 @@ class TestLatency:
         fit = fit_latency(Profile(points(truth), points(truth)))
         assert fit.chosen["verify"] == "linear"
         assert fit.errors["verify"]["linear"].worst < 1e-6
+        few = points(truth)[:3]  # too few to leave one out
+        assert fit_latency(Profile(few, few)).errors["verify"]["linear"].held_out < 1e-6
 
     def test_a_roofline_is_recognised_and_beats_the_line(self):
         truth = ForwardCost(0.002, weights_s=0.02, per_token_s=2e-4, per_context_s=1e-7, sharpness=4)
