@@ -15,6 +15,7 @@ import numpy as np
 
 from adaserve.bench.jsonl import append_line, read_lines, write_records
 from adaserve.bench.markdown import table
+from adaserve.errors import why_not_new
 from adaserve.loadgen.figures import bars, legend, panels, save
 from adaserve.scheduler.simulator.played import iteration_log
 from adaserve.scheduler.simulator.run import SimulationConfig, SimulationResult, simulate
@@ -58,6 +59,8 @@ class Setting:
 
 Row = dict[str, Any]
 _ROWS = "runs.jsonl"
+COMMAND = "command.txt"
+"""What a folder of simulations begins with."""
 
 
 def run_case(
@@ -141,7 +144,10 @@ def _say(progress: Callable[[int, Case], None], before: int, case: Case, arrived
 
 def check_same_settings(cases: list[Case], setting: Setting, out: Path | None) -> None:
     """Results are not overwritten, and figures of other settings not taken for those of ``cases``. Raises
-    ValueError where the folder, or the cases themselves, have a case of the same name that differs."""
+    ValueError where the folder, or the cases themselves, have a case of the same name that differs, and where
+    the folder holds anything other than simulations."""
+    if out and not (out / COMMAND).exists() and (why := why_not_new(out)) is not None:
+        raise ValueError(why)
     known = {_key(row): row.get("settings") for row in _known(out)}
     for case in cases:
         if known.setdefault(case.key, settings := case.settings(setting)) != settings:

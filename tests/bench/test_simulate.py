@@ -152,6 +152,11 @@ def test_results_are_continued_and_never_overwritten(tmp_path: Path) -> None:
         f.write('{"workload": "cut of')
     output_of("run --trace synthetic:20:3 --out", out)
     assert (out / "runs.jsonl").read_text().splitlines()[3].startswith('{"workload": "synthetic')
+    of_a_load_test = tmp_path / "other" / "summary.json"
+    of_a_load_test.parent.mkdir()
+    of_a_load_test.write_text("{}")
+    got = simulate_command("run --trace synthetic:20:3 --out", of_a_load_test.parent)
+    assert got.exit_code == 2 and "is not empty" in got.output and of_a_load_test.read_text() == "{}"
 
 
 def test_a_class_that_nobody_knows_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from adaserve.bench.display import progress
 from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.traces import DRAWN, rate_rps, read_workload
-from adaserve.bench.study import Case, Setting, markdown, plot_violations, run_grid
+from adaserve.bench.study import COMMAND, Case, Setting, markdown, plot_violations, run_grid
 from adaserve.checked import Checked
 from adaserve.files import write_json
 from adaserve.loadgen.results import command_line
@@ -81,8 +81,8 @@ class Grid:
         """The options, and the command that gave them."""
         out.mkdir(parents=True, exist_ok=True)
         plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        (out / COMMAND).write_text(command_line() + "\n", encoding="utf-8")
         (out / "config.yaml").write_text(yaml.safe_dump(plain), encoding="utf-8")
-        (out / "command.txt").write_text(command_line() + "\n", encoding="utf-8")
 
     def _simulation(self) -> SimulationConfig:
         """What all cases share; the policy is that of each."""
