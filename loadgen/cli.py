@@ -167,10 +167,12 @@ def report(
     Folders with the same name apart from time stamp and seed are seeds of one setting: their mean is
     shown with error bars. The page is one file without outside links."""
     from adaserve.loadgen.report import write_report
+    from adaserve.loadgen.run_folder import require_one_setting
 
     _check_share(fail_under_attainment)
     # A run that two patterns of a shell have found is not two seeds.
     read = list({(run.label, run.folder.resolve()): run for run in map(_read, runs)}.values())
+    require_one_setting(read)
     folder = out or read[0].folder
     path = write_report(read, folder, png)
     say(Console(stderr=True), f"report: {path}")

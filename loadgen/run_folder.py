@@ -103,7 +103,10 @@ def _summary_of_the_run(folder: Path) -> dict[str, Any]:
     it, or was killed while it did, has a warm-up all the same."""
     old = _json(folder / "summary.json")
     if not old:
-        old = {"warmup_s": _planned_warmup_s(folder), "invalid_reasons": [NOT_ENDED]}
+        old = {
+            "warmup_s": _parsed(_config_of_the_run(folder)).get("warmup_s"),
+            "invalid_reasons": [NOT_ENDED],
+        }
     warmup_s, reasons = old.get("warmup_s"), old.get("invalid_reasons")
     old["warmup_s"] = float(warmup_s) if is_amount(warmup_s) else 0.0
     old["invalid_reasons"] = [str(r) for r in reasons] if isinstance(reasons, list) else []
@@ -131,11 +134,36 @@ def _is_comparison(of_class: Any) -> bool:
     return isinstance(of_class, dict) and all(is_amount(of_class.get(d)) for d in ("present", "first"))
 
 
-def _planned_warmup_s(folder: Path) -> Any:
+def require_one_setting(runs: Sequence[Run]) -> None:
+    """Runs that nobody named count as seeds of one setting where their folders are called alike, as are all
+    without a tag. Raises LoadgenError where their load or their server differs."""
+    first: dict[str, Run] = {}
+    for run in (r for r in runs if r.label == default_label(r.folder)):
+        other = first.setdefault(run.label, run)
+        here, there = _setting(run.config), _setting(other.config)
+        if differ := sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key)):
+            raise LoadgenError(
+                f"{other.folder} and {run.folder} would count as seeds of one setting, but differ in "
+                f"{', '.join(differ)}: name each, as in NAME={run.folder}"
+            )
+
+
+def _setting(config: str) -> dict[str, Any]:
+    """What seeds of one setting have in common: all but the seed, and what is measured before each."""
+    setting = _parsed(config)
+    server = setting.get("server")
+    if isinstance(server, dict):
+        setting["server"] = {k: v for k, v in server.items() if k != "continuous_usage"}
+    return {k: v for k, v in setting.items() if k not in ("seed", "baseline_ms", "chars_per_token")}
+
+
+def _parsed(config: str) -> dict[str, Any]:
+    """Empty where that is no configuration."""
     try:
-        return yaml.safe_load(_config_of_the_run(folder))["warmup_s"]
-    except (yaml.YAMLError, TypeError, KeyError, RecursionError):
-        return None
+        data = yaml.safe_load(config)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def _config_of_the_run(folder: Path) -> str:

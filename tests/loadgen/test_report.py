@@ -82,6 +82,21 @@ def test_a_run_that_is_named_twice_is_one_seed(tmp_path: Path) -> None:
     assert "2 runs · priced: 1 seed, other: 1 seed" in page
 
 
+def test_runs_of_other_loads_are_no_seeds_of_one_setting(tmp_path: Path) -> None:
+    """All without a tag are called alike."""
+    names = ("20260101T000000Z-bench", "20260101T000100Z-bench", "20260101T000200Z-bench")
+    first, other_seed, other_rate = [folder(tmp_path / name, [record(0)]) for name in names]
+    for path, seed, rps in ((first, 0, 1.0), (other_seed, 1, 1.0), (other_rate, 0, 2.0)):
+        (path / "config.yaml").write_text(f"seed: {seed}\nbaseline_ms: 2{seed}\narrivals: {{rps: {rps}}}\n")
+
+    def said(*runs: str | Path) -> str:
+        return CliRunner().invoke(app, ["report", *map(str, runs), "--no-png"]).stderr
+
+    assert said(first, other_seed).startswith("report: ")
+    assert "differ in arrivals: name each, as in NAME=" in said(first, other_rate)
+    assert said(f"few={first}", f"many={other_rate}").startswith("report: ")
+
+
 def test_the_models_of_all_runs_are_named(tmp_path: Path) -> None:
     folders = [folder(tmp_path / name, [record(0)], model=f"{name}-8b") for name in ("small", "large")]
     runs = [read_run(f) for f in folders]
