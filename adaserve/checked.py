@@ -27,6 +27,14 @@ class Checked(BaseModel):
         return type(self)(**{**dict(self), **values})
 
 
+_IN_FILES = {
+    "dict_type": "it should be a mapping",
+    "model_type": "it should be a mapping",
+    "frozen_set_type": "it should be a list",
+}
+"""By the type of an error, where pydantic names a class of Python's, or of ours."""
+
+
 def _sentence(error: ValidationError, known: list[str]) -> str:
     problem = error.errors(include_url=False)[0]
     where = ".".join(map(str, problem["loc"]))
@@ -35,7 +43,8 @@ def _sentence(error: ValidationError, known: list[str]) -> str:
     if problem["type"] == "value_error":  # raised by a validator of ours, which says what is accepted
         text = str(problem["ctx"]["error"])
         return (" " if text.startswith(("is ", "must ")) else ": ").join(filter(None, (where, text)))
-    return f"{where} is {shown(problem['input'])}: {problem['msg'].replace('Input', 'it', 1)}"
+    expected = _IN_FILES.get(problem["type"]) or problem["msg"].replace("Input", "it", 1)
+    return f"{where} is {shown(problem['input'])}: {expected}"
 
 
 _BRIEF = reprlib.Repr()  # of a value that a client sends, however long or deep

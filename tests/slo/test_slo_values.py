@@ -430,6 +430,8 @@ def test_config_file(tmp_path: Path) -> None:
         ("classes: {a: {tpot_ms: fast}}", "tpot_ms is 'fast'"),
         ("classes: {a: {target: 1}}", "target is 1: it should be less than 1"),
         ("classes: {'1a': {}}", "classes.1a: name is '1a'"),
+        ("classes: {a: 50}", "classes.a is 50: it should be a mapping"),
+        ("classes: {}\nlimits: {never_learn: anonymous}", "is 'anonymous': it should be a list"),
         ("classes: {custom: {}}", "reserved"),
         ("classes: {a: {}}\ndefault_class: z", "not one of"),
         ("classes: {a: {name: b, tpot_ms: 50}}", "class 'a' has the name 'b': leave it out"),
