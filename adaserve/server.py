@@ -339,7 +339,7 @@ class ServerProcess:
             or "Error: " in line
             or _REFUSED in line
         ]
-        return "\n".join(errors[-3:] or lines[-15:])
+        return "\n".join(errors[-3:] or lines[-15:]) or "its log is empty, as where the disk is full"
 
     def _logged(self) -> str:
         """Nothing where somebody has removed the log."""

@@ -167,6 +167,8 @@ def test_why_a_scheduler_refused_its_models(tmp_path: Path) -> None:
     ended = ServerProcess(Ending("model", "draft", port=1), tmp_path / "server.log")
     ended.log.write_text("loads\n[noon] Scheduler hit an exception: too little room\n[noon] kill\n")
     assert ended.why() == "[noon] Scheduler hit an exception: too little room"
+    ended.log.write_text("")
+    assert "disk is full" in ended.why()
 
 
 @pytest.mark.parametrize(
