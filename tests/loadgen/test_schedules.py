@@ -46,6 +46,13 @@ def test_rates(kind: str) -> None:
     assert (np.diff(times) >= 0).all() and times[0] >= 0 and times[-1] < 1000
 
 
+@pytest.mark.parametrize(("rps", "to_rps", "halves"), [(0.0, 10.0, (1250, 3750)), (10.0, 0.0, (3750, 1250))])
+def test_a_ramp_goes_from_one_rate_to_the_other(rps: float, to_rps: float, halves: tuple[int, int]) -> None:
+    times = arrival_times(Arrivals(kind="ramp", rps=rps, to_rps=to_rps), 1000.0, rng())
+    early = np.count_nonzero(times < 500)
+    assert (early, len(times) - early) == pytest.approx(halves, rel=0.1)
+
+
 def test_gamma_is_bursty() -> None:
     # The mean of few, very uneven gaps varies: many are needed to see the rate.
     gaps = np.diff(arrival_times(Arrivals(kind="gamma", rps=50.0, cv=3.0), 2000.0, rng()))

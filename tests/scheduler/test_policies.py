@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sched_factories import outcome, running, trees_from
+from sched_factories import beam_trees, outcome, running, trees_from
 
 from adaserve.scheduler.acceptance import AcceptanceRate, expected_accept_length
 from adaserve.scheduler.config import PolicyConfig
@@ -20,7 +20,7 @@ from adaserve.scheduler.policies.paper import eurosys_shape, v1_shape
 from adaserve.scheduler.policies.priced import PricedPolicy
 from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
 from adaserve.scheduler.pricing import price_nodes
-from adaserve.scheduler.selection import parent_kept
+from adaserve.scheduler.selection import parent_kept, path_probability
 from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
 
 NAMES = [n.replace("-K", "-3") for n in policy_names()]
@@ -306,6 +306,31 @@ class TestPriced:
         total = plan.weight.sum() + np.concatenate([[0.0], np.cumsum(value)])
         rate = total / (draft + latency.verify_s(6.0 + np.arange(len(total)), c))
         assert selection.keep.sum() == int(np.argmax(rate))
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_prices_by_hand(self, seed):
+        """Three requests of different weights, costs in steps, and room for none to all of the nodes."""
+        rng = np.random.default_rng(seed)
+        n, trees, weight = 3, beam_trees(3, 3, 2, seed), rng.uniform(0.5, 4.0, 3)
+        m, f = trees.n_nodes, path_probability(trees)
+        most = m if seed < 6 else int(rng.integers(0, m))
+        seconds = 1.0 + np.cumsum(rng.choice([0.0, 0.1, 0.3], most + 1))
+        bought = price_nodes(trees, f, weight, seconds)
+
+        value = f * weight[trees.row]
+        order = np.argsort(-value, kind="stable")
+        rates = (weight.sum() + np.append(0.0, value[order][:most].cumsum())) / seconds
+        best = int(rates.argmax())
+        keep = np.isin(np.arange(m), order[:best])
+        assert bought.selection.keep.tolist() == keep.tolist()
+        assert bought.selection.counts.tolist() == np.bincount(trees.row[keep], minlength=n).tolist()
+        expected = 1.0 + np.bincount(trees.row, f * keep, n)
+        assert bought.selection.expected_tokens == pytest.approx(expected)
+        low, high = max(0, best - n), min(most, best + n)
+        price = rates[best] * (seconds[high] - seconds[low]) / max(1, high - low)
+        if 0 < best == most < m:
+            price = max(price, value[order[best - 1]])
+        assert (bought.rate, bought.price) == pytest.approx((rates[best], price))
 
     def test_of_equals_the_first_are_bought(self):
         """A chain of certain tokens: a child is worth as much as its parent, and must not come before it."""
