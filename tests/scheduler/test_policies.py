@@ -307,20 +307,20 @@ class TestPriced:
         rate = total / (draft + latency.verify_s(6.0 + np.arange(len(total)), c))
         assert selection.keep.sum() == int(np.argmax(rate))
 
-    @pytest.mark.parametrize("seed", range(12))
-    def test_prices_by_hand(self, seed):
-        """Three requests of different weights, costs in steps, and room for none to all of the nodes."""
-        rng = np.random.default_rng(seed)
-        n, trees, weight = 3, beam_trees(3, 3, 2, seed), rng.uniform(0.5, 4.0, 3)
-        m, f = trees.n_nodes, path_probability(trees)
-        most = m if seed < 6 else int(rng.integers(0, m))
-        seconds = 1.0 + np.cumsum(rng.choice([0.0, 0.1, 0.3], most + 1))
+    @pytest.mark.parametrize("most", [0, 4, 9, 14, 18])
+    @pytest.mark.parametrize("steps_s", [(0.0, 0.1, 0.3), (0.0, 0.01), (-0.02, 0.01)])
+    def test_prices_by_hand(self, most, steps_s):
+        """Three requests of different weights, costs in steps, and nodes that are worth nothing."""
+        rng = np.random.default_rng(most)
+        n, trees, weight = 3, beam_trees(3, 3, 2, most), rng.uniform(0.5, 4.0, 3)
+        m, f = trees.n_nodes, np.where(trees.depth < 3, path_probability(trees), 0.0)
+        seconds = 1.0 + np.cumsum(rng.choice(steps_s, most + 1))
         bought = price_nodes(trees, f, weight, seconds)
 
         value = f * weight[trees.row]
         order = np.argsort(-value, kind="stable")
         rates = (weight.sum() + np.append(0.0, value[order][:most].cumsum())) / seconds
-        best = int(rates.argmax())
+        best = int(rates[: 1 + np.count_nonzero(value)].argmax())
         keep = np.isin(np.arange(m), order[:best])
         assert bought.selection.keep.tolist() == keep.tolist()
         assert bought.selection.counts.tolist() == np.bincount(trees.row[keep], minlength=n).tolist()
