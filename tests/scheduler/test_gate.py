@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from adaserve.scheduler.gate import PER_LOST, group_ends, headroom, reading_s, readings_s, starting
@@ -13,7 +13,7 @@ from adaserve.scheduler.gate import PER_LOST, group_ends, headroom, reading_s, r
 CHUNK = 64
 SIZES = np.array([1, 8, 20, CHUNK])
 SECONDS = np.array([0.010, 0.012, 0.020, 0.050])
-prompts = st.lists(st.integers(1, 3 * CHUNK), max_size=24)
+prompts = st.lists(st.integers(1, 12) | st.integers(1, 3 * CHUNK), max_size=24)  # small ones share a forward
 shares = st.floats(0.0, 1.0)
 
 
@@ -47,9 +47,10 @@ def test_a_prefill_takes_what_the_chunks_take(tokens: int) -> None:
     assert math.isclose(reading_s(CHUNK // 2, *one), 0.025), "a single size"
 
 
-@given(prompts, st.data(), st.sampled_from([0.0, 30.0, math.inf]))
-def test_groups_end_where_they_are_full(left: list[int], data: st.DataObject, enough: float) -> None:
-    lost = data.draw(st.lists(st.booleans(), min_size=len(left), max_size=len(left)))
+@given(prompts, st.integers(0, 24), st.sampled_from([0.0, 30.0, math.inf]))
+@example([CHUNK // 4] * 5, 5, math.inf)
+def test_groups_end_where_they_are_full(left: list[int], first_lost: int, enough: float) -> None:
+    lost = [i >= first_lost for i in range(len(left))]
     ends = group_ends(np.array(left, np.int64), np.array(lost, np.bool_), enough, CHUNK)
     plain = plain_groups(left, lost, enough)
     assert ends.tolist() == np.cumsum([len(group) for group in plain]).tolist()
@@ -100,7 +101,7 @@ def test_a_group_that_waits_keeps_back_smaller_ones_that_need_as_much() -> None:
 
 
 def test_nothing_at_stake_is_room_without_end() -> None:
-    left_s, iterations, cycle_s = np.array([1.0, 2.0]), np.array([10.0, 10.0]), np.array([0.02, 0.03])
+    left_s, iterations, cycle_s = np.array([1.0, 2.0]), np.array([10.0, 10.0]), np.array([0.02, 0.03, 0.04])
     assert headroom(left_s, iterations, cycle_s, 1, 0.1, 0) == 1.0 / (10 * 0.03 + 0.1)
-    assert headroom(left_s, iterations, cycle_s, 5, 0.1, 1) == 2.0 / (10 * 0.03 + 0.1)
+    assert headroom(left_s, iterations, cycle_s, 5, 0.1, 1) == 2.0 / (10 * 0.04 + 0.1)
     assert headroom(left_s, iterations, cycle_s, 1, 0.1, 2) == math.inf
