@@ -122,6 +122,15 @@ def test_how_forced_text_is_written_is_learned(server: Server) -> None:
     assert rates.rate == learned
 
 
+def test_behind_a_token_that_was_written_otherwise_nothing_is_learned(server: Server) -> None:
+    rows, rates = server.rows(SEVERAL * 2), server.source.rates
+    trees = server.offer(rows)
+    assert trees is not None and trees.n_nodes > 1
+    tests = rates.tests[0]
+    server.emit(rows, ord("a"), *trees.token[1:].tolist())
+    assert rates.tests[0] == tests + 1
+
+
 def test_what_is_never_right_is_not_offered(server: Server) -> None:
     rows = server.rows(SEVERAL)
     for _ in range(400):
