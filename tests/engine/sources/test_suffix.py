@@ -265,14 +265,15 @@ def test_probabilities_follow_what_was_emitted() -> None:
     assert len(f) == 1 or f[1] < 0.4 * f[0]
 
 
-def test_only_tokens_whose_parents_were_right_are_tested() -> None:
+@pytest.mark.parametrize(("emitted", "tests_made"), [((99, 5, 6), 1), ((4, 99, 6), 2), ((4,), 1), ((), 0)])
+def test_only_tokens_whose_parents_were_right_are_tested(emitted: tuple[int, ...], tests_made: int) -> None:
     server = Server()
     server.start(0, [*PROMPT, 1, 2], 3)
     server.offer(0)
     tests = list(server.source.rates.tests)
-    server.emit(0, 99, 5, 6)
+    server.emit(0, *emitted)
     tested = [a - b for a, b in zip(server.source.rates.tests, tests, strict=True)]
-    assert sum(tested) == 1
+    assert sum(tested) == tests_made
 
 
 def test_rates_fade_so_that_a_change_shows() -> None:
