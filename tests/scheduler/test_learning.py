@@ -279,6 +279,14 @@ class TestCalibration:
         f = calibrator.path_values(trees_from([[(-1, 0.8)]] * 2), ("new", "newer"), ("busy", "rare"))
         assert f == pytest.approx(0.4, abs=0.06)
 
+    def test_a_class_forgets_half_in_4000_tests(self):
+        calibrator, rids = Calibrator(), tuple(f"r{i}" for i in range(1000))
+        for i in range(16):  # 8,000 tests are in vain, and the next 8,000 are not
+            calibrator.observe(
+                np.full(1000, 0.8), np.arange(1000), np.full(1000, i >= 8), rids, ("chat",) * 1000
+            )
+        assert calibrator.factors()[0, bin_of(np.array([0.8]))] == pytest.approx((1 / 1.25) / 0.8, abs=0.01)
+
     def test_values_are_products_along_the_path(self):
         """Each of what its row's class and request made of the claim."""
         calibrator, trees, rids, classes = Calibrator(), beam_trees(2, 3, 2), ("a", "b"), ("chat", "coding")
