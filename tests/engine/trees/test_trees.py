@@ -42,6 +42,7 @@ def test_shape(depth: int, width: int, branching: tuple[int, ...] | None) -> Non
     assert sorted(shape.columns) == list(range(1, shape.width))
     assert [shape.columns[s] for s in shape.start[:-1]] == list(range(1, depth + 1))
     assert list(shape.depth) == [s + 1 for s, count in enumerate(beams) for _ in range(count)]
+    assert shape.children == max(branching or (width,))
 
 
 def path_logprob(table: torch.Tensor, root: int, path: tuple[int, ...]) -> float:
@@ -235,6 +236,7 @@ def test_each_pool_moves_what_it_holds(seed: int) -> None:
         assert merged.drafted.keys() == {k for k in (0, 1) if proposals[k].trees.n_nodes}
     verified = verify.build(rows, merged, random_selection(merged.trees, rng))
     assert (verified.held_at[0] == verified.batch.places).all()
+    assert list(verified.drafted) == list(merged.drafted)
     for at, k in enumerate(verified.drafted, 1):
         own = [by_path(proposals[k], r) for r in range(3)]
         for i, candidate in enumerate(verified.candidate.tolist()):
@@ -337,6 +339,7 @@ def test_accept_walks_the_tree(seed: int, depth: int) -> None:
     targets, sources = verify.moves(tensors, got, table, 4, batch.deepest)
     assert (batch.held_at >= batch.positions).all(), "a move may not write what a later one reads"
     index = verify.path_index(tensors, got, stride)
+    assert index.shape == (4, stride)
     for row in range(4):
         path = accepted_by_hand(batch, draws, row)
         assert np.flatnonzero(got.accepted.numpy() & (batch.row == row)).tolist() == path
