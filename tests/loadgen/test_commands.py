@@ -30,7 +30,7 @@ from adaserve.loadgen.bench import run_bench, why_not_loaded
 from adaserve.loadgen.config import BenchConfig, Endpoint, from_mapping
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
-from adaserve.loadgen.protocol import parse_event, slo_headers
+from adaserve.loadgen.protocol import MAX_COUNT, NOT_UNDERSTOOD, body, parse_event, slo_headers
 from adaserve.loadgen.report import build_charts, group_runs, write_report
 from adaserve.loadgen.results import iter_records, make_results_dir
 from adaserve.loadgen.run_folder import default_label, read_run
@@ -625,6 +625,53 @@ def test_verdict_of_the_server_is_read() -> None:
     assert parse_event("chat", stream, 0).server_slo == expected | {"tpot_predicted_ms": 1.7}
     slo["tpot_predicted_ms"] = "soon"
     assert parse_event("chat", stream, 0).server_slo is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "verifications", "length"), [(9, 4, 2.0), (1, 0, None), (9, None, None), (None, 4, None)]
+)
+def test_the_first_token_comes_of_no_verification(
+    tokens: int | None, verifications: int | None, length: float | None
+) -> None:
+    meta = {"completion_tokens": tokens, "spec_verify_ct": verifications}
+    assert parse_event("generate", {"text": "x", "meta_info": meta}, 0).accept_length == length
+
+
+@pytest.mark.parametrize("count", [-1, MAX_COUNT + 1, 2.5, "3"])
+@pytest.mark.parametrize("name", ["completion_tokens", "prompt_tokens"])
+def test_a_number_of_tokens_that_cannot_be_is_refused(name: str, count: Any) -> None:
+    with pytest.raises(NOT_UNDERSTOOD):
+        parse_event("completions", {"choices": [], "usage": {name: count}}, 0)
+    with pytest.raises(NOT_UNDERSTOOD):
+        parse_event("generate", {"text": "x", "meta_info": {name: count}}, 0)
+
+
+STREAMED = {
+    "model": "m", "max_tokens": 4, "temperature": 0.5, "stream": True, "ignore_eos": True, "priority": 2,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "custom_params": {"answer_tokens": 3},
+}  # fmt: skip
+BODIES: dict[str, dict[str, Any]] = {
+    "completions": STREAMED | {"prompt": "before hi"},
+    "chat": STREAMED | {"messages": [{"role": "user", "content": "before hi"}]},
+    "generate": {
+        "text": "before hi", "stream": True, "priority": 2,
+        "sampling_params": {"max_new_tokens": 4, "temperature": 0.5, "ignore_eos": True,
+                            "custom_params": {"answer_tokens": 3}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", BODIES)
+def test_each_api_is_asked_the_same_in_its_own_words(api: str) -> None:
+    server = Endpoint(model="m", api=api, ignore_eos=True, continuous_usage=True)
+    planned = PlannedRequest(
+        0, 0.0, "chat", None, None, "hi", 1, 4, temperature=0.5, priority=2, answer_tokens=3
+    )
+    assert body(server, planned, "before ") == BODIES[api]
+    plain = Endpoint(model="m", api=api, ignore_eos=False, continuous_usage=False)
+    bare = body(plain, replace(planned, priority=None), "")
+    assert not {"priority", "ignore_eos"} & bare.keys() and "continuous_usage_stats" not in str(bare)
 
 
 def record(**values: Any) -> RequestRecord:
