@@ -175,17 +175,26 @@ SIZES = np.array([1, 100])
 
 
 def wait(
-    left=(100,), ttft=np.inf, finish=(), room=9.0, slots=64, config=CONFIG, arrival=0.0, seconds=SIZES * 1e-3
+    left=(100,),
+    ttft=np.inf,
+    finish=(),
+    room=9.0,
+    slots=64,
+    config=CONFIG,
+    arrival=0.0,
+    seconds=SIZES * 1e-3,
+    now_s=0.0,
+    started=(),
 ):
     """Rows of ``left`` prompt tokens at 1 ms each; the last one has just arrived."""
     n = len(left)
     ttft = np.broadcast_to(np.asarray(ttft, np.float64), (n,))
     queue = WaitingBatch(
-        np.full(n, arrival), ttft, np.asarray(left), np.zeros(n, np.bool_), np.full(n, np.inf)
+        np.full(n, arrival), ttft, np.asarray(left), np.isin(np.arange(n), started), np.full(n, np.inf)
     )
     stakes = Stakes(np.array([1e6]), np.array([1e6]), np.array([1 / room]))
     pressure = Pressure(np.full(len(finish), np.inf), 0.01, SIZES, seconds, stakes)
-    situation = Situation(config, queue, 0.0, pressure)
+    situation = Situation(config, queue, now_s, pressure)
     return predicted_wait_s(situation, np.asarray(finish, np.float64), slots)
 
 
@@ -196,6 +205,8 @@ def test_an_idle_server_lets_nobody_wait():
 def test_prompts_that_are_due_before_come_first():
     assert wait(left=[300, 100]) == pytest.approx(0.3)
     assert wait(left=[300, 100], ttft=[9.0, 1.0]) == 0.0, "it is due first"
+    assert wait(left=[300, 100], ttft=[9.0, 1.0], started=[0]) == 0.0, "and fits beside the started one"
+    assert wait(left=[300, 5000], ttft=[9.0, 1.0], started=[0]) == pytest.approx(0.3), "it does not fit"
     # While others decode, prefills get a share of the time.
     assert wait(left=[300, 100], finish=[9.0]) == pytest.approx(0.3 / 0.7)
     fixed = replace(CONFIG, pacing="fixed")
@@ -205,8 +216,12 @@ def test_prompts_that_are_due_before_come_first():
 def test_the_gate_holds_a_prompt_until_its_aim_or_until_one_ends():
     # 3 s of patience, less 12 iterations of 10 ms, less 0.1 s of prefill / 0.6.
     assert wait(finish=[9.0, 9.0], room=1.0) == pytest.approx(3.0 - 0.12 - 0.1 / 0.6)
+    late_s = wait(finish=[9.0, 9.0], room=1.0, arrival=5.0, now_s=5.5)
+    assert late_s == pytest.approx(2.5 - 0.12 - 0.1 / 0.6), "it has waited for half a second"
     assert wait(finish=[0.5, 9.0], room=1.0) == pytest.approx(0.5)
     assert wait(finish=[9.0, 9.0], room=1.2) == 0.0
+    # The prompt before it takes longer than that.
+    assert wait(left=[1500, 10], finish=[9.0, 9.0], room=1.0) == pytest.approx(1.5 / 0.7)
 
 
 def test_a_short_prompt_takes_a_forward_too():
@@ -228,4 +243,7 @@ def test_without_a_free_slot_it_waits_for_one():
     assert wait(finish=[2.0, 5.0], slots=2) == 2.0
     assert wait(left=[10, 10], finish=[2.0, 5.0], slots=2) == 5.0
     assert wait(finish=[2.0, 5.0], slots=3) == 0.0
-    assert wait(left=[10, 10], ttft=[9.0, 1.0], finish=[2.0, 5.0], slots=2) == 2.0, "it is due first"
+    assert wait(left=[3000, 10], finish=[2.0, 5.0], slots=3) == pytest.approx(3 / 0.7), "read in any case"
+    due_first = dict(left=[10, 10], ttft=[9.0, 1.0], finish=[2.0, 5.0], slots=2)
+    assert wait(**due_first) == 2.0
+    assert wait(**due_first, started=[0]) == 5.0, "a started one has its slot already"

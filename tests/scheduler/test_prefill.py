@@ -75,6 +75,8 @@ def slack_of(now_s=1.0, pace=2.0, **fields):
 def test_slack_by_hand():
     # 50 tokens due at 20 ms each: level now; 32 more at 10 ms each are 320 ms ahead of their SLO.
     assert slack_of(tpot_slo_s=0.02, decoded_tokens=50) == pytest.approx(0.32)
+    # The same of a request that has begun half a second later.
+    assert slack_of(tpot_slo_s=0.02, decoded_tokens=25, decode_start_s=0.5) == pytest.approx(0.32)
     # 10 tokens to come: 100 ms.
     assert slack_of(tpot_slo_s=0.02, decoded_tokens=50, remaining_tokens=10) == pytest.approx(0.1)
     # Likely 10 tokens to come, whatever the limit: the same 100 ms.
