@@ -15,7 +15,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import chain_length, is_slo_aware
-from adaserve.scheduler.policies.adaptive_verify import AcceptanceModel, AdaptiveVerifyPolicy
+from adaserve.scheduler.policies.adaptive_verify import RATE, AcceptanceModel, AdaptiveVerifyPolicy
 from adaserve.scheduler.policies.urgency import UrgencyPolicy
 
 K = 3
@@ -63,8 +63,9 @@ def test_adaptive_verification_tries_again_what_once_did_not_pay() -> None:
         plan, trees = policy.plan(running(4), 1.0), chains([[0.9] * K] * 4)
         selection = policy.select(plan, trees)
         policy.observe(outcome(plan, trees, selection, selection.keep))
-        kept.append(selection.keep.any())
+        kept.append(int(selection.keep.sum()))
     assert np.flatnonzero(kept[:100]).tolist() == list(range(15, 100, 16)) and all(kept[-32:])
+    assert kept[15] == 4 and set(kept[-32:]) == {4 * K}, "one a request, until they pay"
 
 
 def test_adaptive_verification_knows_no_slo() -> None:
@@ -84,6 +85,23 @@ def test_the_acceptance_model_learns_an_overconfident_draft() -> None:
         model.learn(q, depth, rng.random(32) < 0.6 * q)
     for q in (0.4, 0.6, 0.8):
         assert model.predict(np.array([q]), np.array([2]))[0] == pytest.approx(0.6 * q, abs=0.06)
+
+
+def test_the_acceptance_model_steps_down_the_gradient_of_its_loss() -> None:
+    model = AcceptanceModel()
+    model.weights = start = np.array([0.3, 0.8, -0.2])
+    q, depth, accepted = np.array([0.2, 0.6, 0.9]), np.array([1, 2, 4]), np.array([False, True, True])
+
+    def loss(weights: np.ndarray) -> float:
+        model.weights = weights
+        p = model.predict(q, depth)
+        return float(-np.log(np.where(accepted, p, 1 - p)).mean())
+
+    assert model.predict(np.array([0.5]), np.array([1]))[0] == pytest.approx(1 / (1 + np.exp(-0.3)))
+    slope = np.array([(loss(start + h) - loss(start - h)) / 2e-5 for h in 1e-5 * np.eye(3)])
+    model.weights = start.copy()
+    model.learn(q, depth, accepted)
+    assert model.weights - start == pytest.approx(-RATE * slope, rel=1e-4)
 
 
 def late_and_early() -> RunningBatch:
