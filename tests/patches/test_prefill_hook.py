@@ -258,6 +258,15 @@ def test_a_short_prompt_that_is_due_earlier_gets_its_place_beside_a_started_one(
     )
 
 
+def test_what_is_cached_of_a_prompt_is_not_read() -> None:
+    started, some, whole, retracted = queue = [Request(rid) for rid in "abcd"]
+    started.prefix_len = some.num_matched_prefix_tokens = retracted.num_matched_prefix_tokens = 150
+    whole.num_matched_prefix_tokens, retracted.output_ids = 200, [1] * 30
+    view = pacer(1.0).view(Load(RUNNING.reqs, started, queue[1:], 64, 256, paced=True), NOW)
+    assert view.situation.waiting.prompt_left.tolist() == [50, 50, 1, 80]
+    assert view.situation.waiting.started.tolist() == [True, False, False, True]
+
+
 def test_what_is_cached_of_a_prompt_that_would_pass_takes_memory_too() -> None:
     """It is locked once the prompt starts. Of 5,300 slots 280 are left beside the long one and decoding."""
     for cached, most in ((0, 216), (300, None)):
