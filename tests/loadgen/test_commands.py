@@ -689,6 +689,8 @@ def test_slos_are_sent_in_two_spellings_that_agree() -> None:
     assert sent["tracestate"] == "adaserve=tpot-ms:50.1235;ttft-ms:2000;class:chat"
     alone = {"tracestate": sent.pop("tracestate"), "user-agent": "x"}
     assert resolve(alone, None, SLOConfig()) == resolve(sent | alone, None, SLOConfig())
+    assert "tpot" not in str(slo_headers(Endpoint(slo_headers="class"), planned))
+    assert "class" not in str(slo_headers(Endpoint(slo_headers="ms"), planned))
     assert "tracestate" not in slo_headers(Endpoint(slo_headers="none"), planned)
     assert "tracestate" not in slo_headers(Endpoint(headers={"Tracestate": "a=1"}), planned)
     assert "tracestate" not in slo_headers(Endpoint(), replace(planned, slo_class="a,b")), "not of that form"
