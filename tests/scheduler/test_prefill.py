@@ -32,7 +32,8 @@ from adaserve.scheduler.pressure import LearnedPrefills, Pressure, RecentWork, S
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
-from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
+from adaserve.scheduler.simulator.waiting import WaitingPrompts
+from adaserve.scheduler.simulator.workload import SimRequest, TextModel, make_requests, synthetic_trace
 from adaserve.slo.classes import SLOConfig
 
 CONFIG = PrefillConfig(256, "deadline", pacing="slack", spend=0.5, patience_s=2.0, late_share=0.5)
@@ -331,6 +332,15 @@ def test_a_decision_looks_at_the_first_prompts_of_each_kind():
     expected = sorted(stated[30:62] + patient[30:62]) + patient[:30] + stated[:16]
     assert looked_at(config, stated, patient, 0.0) == expected
     assert looked_at(CONFIG, stated, patient, 0.0) == sorted(stated[:32] + patient[:32]), "none is given up"
+
+
+def test_the_simulator_tells_the_kinds_apart():
+    prompts = WaitingPrompts(replace(CONFIG, lost_every_s=2.0))
+    slos = [1.0, math.inf] * 20
+    queue = [SimRequest(f"r{i}", "chat", 0.05, slo, 0.0, 9, 9, 9, 0.5, 0.0) for i, slo in enumerate(slos)]
+    for request in queue:
+        prompts.add(request)
+    assert prompts.looked_at(10.0) == queue[1::2] + queue[0:32:2]
 
 
 # -- the gate -------------------------------------------------------------------------------
