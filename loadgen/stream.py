@@ -295,7 +295,7 @@ class _Reader:
             elif field == b"data":
                 self._events += 1
                 self._event(value.strip(), sock.at_s, named)
-            elif not field.strip():  # the end of an event
+            elif not line.strip():  # the end of an event
                 named = b""
         kind = _short(response.get("content-type", "something else"))
         if not self._events and not kind.startswith("text/event-stream"):

@@ -72,8 +72,10 @@ def ends_within(original: Check, req: Any, new_tokens: int) -> bool:
 def _ended(_: None, self: Any, new_accepted_len: int = 1) -> None:
     if new_accepted_len < 2 or not is_active() or not self.finished():
         return
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
     reason = self.finished_reason
-    if reason.to_json()["type"] == "abort":
+    if isinstance(reason, FINISH_ABORT):
         ends_within(type(self)._check_str_based_finish, self, new_accepted_len)
         self.finished_reason = reason
     if self.finished_len is not None:

@@ -307,6 +307,7 @@ class Fleet:
             # That takes a minute, in which the router may die.
             self._start(i, lambda _: self._repair_router(say))
         except (ServerError, OSError) as error:
+            self._repair_router(say)  # it may be what failed
             self._put_off(i, f"{what} cannot be started: {error}", say)
             return
         self._retry_s.pop(i, None)

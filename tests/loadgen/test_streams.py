@@ -135,7 +135,7 @@ STREAMS = {
         text="a", tokens=1, chunks=1, source="chunks", error="out of memory",
     ),
     "an error in plain text": Stream(
-        [event("a"), b"event: error\ndata: out of memory\n\n"],
+        [event("a"), b"event: error\n: a comment\ndata: out of memory\n\n"],
         text="a", tokens=1, chunks=1, source="chunks", error="out of memory",
     ),
     "other events that have a name": Stream([b"event: message\n" + e for e in (*ABC, usage(3), DONE)]),

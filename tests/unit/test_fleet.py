@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -350,6 +351,11 @@ def test_a_router_that_dies_while_a_replica_starts_is_started_again(
         fleet._start_router(print)
         kill(fleet.replicas[0])
         fleet.repair(said.append)
+        monkeypatch.setattr(local, "LEAST_LIFE_S", 30.0)
+        fleet._started_s[0] = -math.inf  # unlike that of the router
+        kill(fleet.replicas[0])
+        with pytest.raises(ServerError, match=r"^the router was killed"):
+            fleet.repair(lambda _: None)
     finally:
         fleet.down(0.0)
     assert [text.partition(" was")[0] for text in said] == [

@@ -210,11 +210,11 @@ def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) ->
     columns = (torch.linspace(0.5, 2, rows), spread, keys, torch.arange(rows))
     there, scale, much, key, position = (c.to(device) for c in (logits, *columns))
     right, got = noise.read(logits, *columns), read_fused(there, scale, much, key, position).cpu()
-    pairs = [(right, got)]
+    pairs, logprobs = [(right, got)], right.log_softmax(dim=-1)
     for count in (NARROW, GPU_WIDTH):  # compiled for either
         best, at = (values.cpu() for values in best_fused(there, scale, much, key, position, None, count))
         found = right.topk(count, dim=-1).values - right.logsumexp(dim=-1, keepdim=True)
-        pairs += [(found, best), (right.log_softmax(dim=-1).gather(1, at), best)]
+        pairs += [(found, best), (logprobs.gather(1, at), best)]
     worst = _worst(*pairs)
     return {"rows": rows, "vocabulary": vocabulary, "dtype": dtype, "difference": worst,
             "right": worst < NOISE_BOUND}  # fmt: skip
