@@ -47,6 +47,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         size_reserve(server_args, config)
         tell_what_is_not_used(server_args)
         server_args.enable_mixed_chunk = False
+        server_args.disable_hybrid_swa_memory = True  # layers with windows have their KV where the others do
         leave_graphs_to_us(server_args, config)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MOST_RUNNING

@@ -1,9 +1,9 @@
 """What SGLang does for GPUs without asking the platform, replaced where there is none.
 
 Why: on an out-of-tree CPU platform ``_is_cpu`` is false, so SGLang launches Triton kernels, for which a CPU
-has no driver: one for every model, and one for the shared expert of Qwen 2 models with experts. And it names
-the copy of each result to the host for profiles of a GPU's streams. Here nothing is copied, but the name
-alone took 0.1 ms of every iteration.
+has no driver: one for every model, one for the shared expert of Qwen 2 models with experts, and one for
+models that cap their logits, as Gemma 2 does. And it names the copy of each result to the host for profiles
+of a GPU's streams. Here nothing is copied, but the name alone took 0.1 ms of every iteration.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def register() -> None:
         add_gated_expert,
         HookType.REPLACE,
     )
+    capping = "sglang.kernels.ops.activation.softcap.softcap_inplace_logits"
+    hook(capping, cap_logits, HookType.REPLACE)
     copy = "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu"
     hook(copy, _without_name, HookType.AROUND, always=True)
 
@@ -65,3 +67,8 @@ def add_gated_expert(
     kernel."""
     gate = torch.sigmoid(hidden_states.float() @ gate_weight.float())
     final_hidden_states.copy_(final_hidden_states.float() + gate[:, None] * shared_output.float())
+
+
+def cap_logits(full_logits: torch.Tensor, final_logit_softcapping: float) -> torch.Tensor:
+    """``full_logits``, changed in place."""
+    return full_logits.div_(final_logit_softcapping).tanh_().mul_(final_logit_softcapping)

@@ -1,4 +1,4 @@
-"""Which attention our code computes: tokens that see all earlier ones of their text, and no more."""
+"""Which attention our code computes: tokens that see earlier ones of their text, all or the nearest."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from adaserve.errors import UnsupportedError
 
 def obstacles(layer: RadixAttention) -> Iterator[str]:
     """What a layer asks for beyond that."""
-    if layer.sliding_window_size > 0:
-        yield "a sliding window"
     if layer.use_irope:
         yield "tokens that see their own chunk of the text only"
-    if layer.logit_cap or layer.xai_temperature_len > 0 or layer.pos_encoding_mode != "NONE":
-        yield "scores that are capped or depend on positions"
+    if layer.xai_temperature_len > 0 or layer.pos_encoding_mode != "NONE":
+        yield "scores that depend on positions"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        yield f"scores that are capped by {layer.logit_capping_method}"
     if layer.v_head_dim != layer.qk_head_dim:
         yield "values of another width than keys"
     if layer.is_cross_attention or layer.attn_type is not AttentionType.DECODER:
@@ -61,6 +61,24 @@ def require_own_positions(model: torch.nn.Module, context_len: int, deepest: int
         raise UnsupportedError(
             f"{type(model).__name__} reads positions beyond {first} by other factors (longrope), and SGLang "
             f"then reads all requests of a batch by them: use --context-length {first - deepest} or less"
+        )
+
+
+def require_windows(model: torch.nn.Module, deepest: int, leaves_out: bool) -> None:
+    """Raises UnsupportedError where a layer's sliding window is shorter than a candidate tree (``deepest``
+    tokens behind its root), or where drafts leave out part of the context: ``attend`` counts windows by the
+    places of keys in their list."""
+    windows = [layer.sliding_window_size for layer in plain_layers(model) if layer.sliding_window_size > 0]
+    name = type(model).__name__
+    if windows and leaves_out:
+        raise UnsupportedError(
+            f"{name} has layers with sliding windows, which no draft window shortens further: use "
+            "--draft-window 0, and not --drafts self"
+        )
+    if windows and min(windows) < deepest:
+        raise UnsupportedError(
+            f"{name} has layers that see {min(windows)} earlier tokens, less than candidate trees are deep: "
+            f"use --max-depth {min(windows)} or less"
         )
 
 

@@ -45,6 +45,9 @@ TARGETS = {
     "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add": [
         "hidden_states", "gate_weight", "shared_output", "final_hidden_states",
     ],
+    "sglang.kernels.ops.activation.softcap.softcap_inplace_logits": [
+        "full_logits", "final_logit_softcapping",
+    ],
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ["self", "kvc"],
     "sglang.srt.managers.scheduler.get_exception_traceback": [],
     "sglang.srt.utils.common.kill_process_tree": ["parent_pid", "include_parent"],
@@ -229,6 +232,7 @@ ALWAYS = {
     f"{MANAGERS}.utils.GenerationBatchResult.copy_to_cpu",
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
     "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+    "sglang.kernels.ops.activation.softcap.softcap_inplace_logits",
     f"{MANAGERS}.scheduler.get_exception_traceback",
     "sglang.srt.utils.common.kill_process_tree",
     "sglang.srt.layers.dual_gemm.DualGemm._select_mode",

@@ -47,14 +47,16 @@ def random_target(seed: int = 1) -> Any:
     return random_model("Llama", seed)
 
 
-def random_model(family: str, seed: int, **more: int) -> Any:
+def random_model(family: str, seed: int, **more: Any) -> Any:
     """The same in another of transformers' families; ``more``: of its configuration."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=False,
-        initializer_range=0.12, bos_token_id=None, eos_token_id=0, pad_token_id=1, **more,
-    )  # fmt: skip
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False, "initializer_range": 0.12, "bos_token_id": None, "eos_token_id": 0,
+        "pad_token_id": 1, **more,
+    }  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**settings)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(2.2)

@@ -14,11 +14,10 @@ from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRo
 from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
 from adaserve.engine.gpu.attention import TreeAttentionBackend
 from adaserve.engine.gpu.head_shape import HeadShape
-from adaserve.engine.plain_attention import require_no_state, require_own_positions
+from adaserve.engine.plain_attention import require_no_state, require_own_positions, require_windows
 
 MORE = {
-    "sliding window": {"sliding_window_size": 128},
-    "scores": {"logit_cap": 50.0},
+    "capped by sigmoid": {"logit_cap": 50.0, "logit_capping_method": "sigmoid"},
     "positions": {"pos_encoding_mode": "ALIBI"},
     "their own chunk": {"use_irope": True},
     "another width": {"v_head_dim": 4},
@@ -40,8 +39,26 @@ def runner(*layers: dict[str, Any]) -> SimpleNamespace:
 
 
 def test_plain_layers_are_served() -> None:
-    assert HeadShape.of(runner({}, {})).q_heads == 4
+    shape = HeadShape.of(runner({}, {}))
+    assert shape.q_heads == 4 and shape.are_plain
     CpuAttentionBackend(runner({}, {}))
+
+
+@pytest.mark.parametrize("more", [{"sliding_window_size": 128}, {"logit_cap": 50.0}])
+def test_windows_and_caps_are_served(more: dict[str, Any]) -> None:
+    assert not HeadShape.of(runner({}, more)).are_plain
+    CpuAttentionBackend(runner({}, more))
+
+
+def test_windows_are_longer_than_trees_are_deep() -> None:
+    """And nothing is left out before them: keys are counted in the list."""
+    model = runner({}, {"sliding_window_size": 12}).model
+    require_windows(model, deepest=12, leaves_out=False)
+    with pytest.raises(ValueError, match=r"12 earlier tokens.*--max-depth 12 or less"):
+        require_windows(model, deepest=13, leaves_out=False)
+    with pytest.raises(ValueError, match=r"--draft-window 0, and not --drafts self"):
+        require_windows(model, deepest=12, leaves_out=True)
+    require_windows(runner({}).model, deepest=13, leaves_out=True)
 
 
 @pytest.mark.parametrize("what", MORE)

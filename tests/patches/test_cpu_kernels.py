@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from adaserve.patches.cpu_kernels import _without_name, add_gated_expert, assign_req_to_token
+from adaserve.patches.cpu_kernels import _without_name, add_gated_expert, assign_req_to_token, cap_logits
 
 
 def test_slots_are_written_behind_those_that_a_request_has() -> None:
@@ -28,6 +29,13 @@ def test_a_shared_expert_is_added_as_strongly_as_its_gate_says() -> None:
     add_gated_expert(read, weight, expert, sums)
     assert sums.dtype == torch.bfloat16
     torch.testing.assert_close(sums.float(), before + strength * expert.float(), rtol=1e-2, atol=1e-2)
+
+
+def test_logits_are_capped_in_place() -> None:
+    logits = torch.tensor([[-100.0, 0.0, 0.5, 30.0]])
+    right = [[30 * math.tanh(x / 30) for x in logits[0].tolist()]]
+    assert cap_logits(logits, 30.0) is logits
+    torch.testing.assert_close(logits, torch.tensor(right))
 
 
 def test_a_result_is_handed_on_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ from adaserve.engine.gpu.move_kernel import PathMover
 from adaserve.engine.gpu.noise_kernel import best_fused, read_fused
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
 from adaserve.engine.levels import Levels
+from adaserve.engine.trees.attention import Scores
 from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import SCRATCH_SLOT
@@ -67,7 +68,8 @@ TYPES = {"fp16": (torch.float16, 4e-3), "bf16": (torch.bfloat16, 3e-2), "fp32": 
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` requests of ``queries`` tokens over ``context`` cached ones, with a window of random bits."""
+    """``rows`` requests of ``queries`` tokens over ``context`` cached ones. Of each other they see some, by
+    chance. ``window`` and ``cap``: of ``Scores``."""
 
     rows: int
     queries: int
@@ -76,6 +78,8 @@ class Case:
     kv_heads: int
     head_dim: int
     dtype: str
+    window: int = 0
+    cap: float = 0.0
 
 
 LLAMA, WIDENED = (32, 8, 128), (32, 16, 64)
@@ -89,9 +93,15 @@ EVERY = tuple(
         (16, 4, 1000), (64, 8, 1000), (1, 12, 3000), (1, 500, 150), (12, 40, 500),
     )
 )  # fmt: skip
+SLIDING = (Case(8, 3, 1500, *WIDENED, "fp16", 512), Case(1, 12, 3000, *WIDENED, "fp16", 1024, cap=50.0))
+"""Windows of Gemma 3, and caps of Gemma 2; for Triton alone."""
 SERVED = tuple(c for c in EVERY if (c.q_heads, c.kv_heads, c.head_dim, c.dtype) == (*WIDENED, "fp16"))
 """By the embedded pairs."""
-SMALL = (Case(3, 2, 20, 4, 2, 32, "fp32"), Case(2, 5, 9, 4, 2, 32, "fp16"))
+SMALL = (
+    Case(3, 2, 20, 4, 2, 32, "fp32"),
+    Case(2, 5, 9, 4, 2, 32, "fp16"),
+    Case(2, 3, 30, 4, 2, 32, "fp32", window=9, cap=2.0),
+)
 """For Triton's interpreter on a CPU."""
 
 
@@ -114,16 +124,17 @@ def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[st
     seen = (torch.rand(tokens, case.queries, generator=generator) < 0.5).numpy()
     ends, there = (torch.from_numpy(x).to(device)[None] for x in (extent.window_ends, seen))
     reference, kernel = SdpaKernel(buffers), _kernel(name, case, buffers)
-    scaling = case.head_dim**-0.5
+    scores = Scores(case.head_dim**-0.5, case.window, case.cap)
+    positions = (torch.arange(tokens) % case.queries + case.context).to(device)
     for one in (reference, kernel, kernel):  # a later plan takes another way than the first one
         set_out(one, extent, device)
     with reference.hiding(ends, there):
-        right = reference.run(q.float(), keys.float(), values.float(), scaling)
+        right = reference.run(q.float(), keys.float(), values.float(), scores, positions)
     us = None
     with kernel.hiding(ends, there):
-        got = {"eager": kernel.run(q, keys, values, scaling)}
+        got = {"eager": kernel.run(q, keys, values, scores, positions)}
         if device.type == "cuda":
-            got["graph"], us = _captured(kernel, extent, (q, keys, values, scaling))
+            got["graph"], us = _captured(kernel, extent, (q, keys, values, scores, positions))
     worst = _worst(*((right, out.float()) for out in got.values()))
     return {**asdict(case), "difference": worst, "right": worst < bound, "us": us}
 
@@ -146,7 +157,7 @@ def _kernel(name: str, case: Case, buffers: AttentionBuffers) -> TreeKernel:
 
 
 def _captured(
-    kernel: TreeKernel, extent: Extent, arguments: tuple[Tensor, Tensor, Tensor, float]
+    kernel: TreeKernel, extent: Extent, arguments: tuple[Tensor, Tensor, Tensor, Scores, Tensor]
 ) -> tuple[Tensor, float]:
     """The output of a graph that is replayed after another plan, and microseconds of one replay."""
     recorded = Recorded(partial(kernel.run, *arguments))
@@ -316,16 +327,16 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
         results = [check_moves(64 if device == "cuda" else 3, 5, sizes, where) for sizes in heads]
         results += [check_walk(*case, where) for case in ((1, 15, 5), (64, 15, 5), (5, 90, 8), (3, 1, 1))]
     else:
-        results = [check(name, case, where) for case in _cases(device, every)]
+        results = [check(name, case, where) for case in _cases(name, device, every)]
     right = all(r["right"] for r in results)
     seconds = round(time.perf_counter() - start_s, 1)
     return {"right": right, "seconds": seconds, **compiled, "cases": results}
 
 
-def _cases(device: str, every: bool) -> tuple[Case, ...]:
+def _cases(name: str, device: str, every: bool) -> tuple[Case, ...]:
     if device != "cuda":
         return SMALL
-    return EVERY if every else SERVED
+    return (*(EVERY if every else SERVED), *(SLIDING if name == "triton" else ()))
 
 
 def run_all(device: str, limit_s: float, every: bool = False) -> dict[str, Any]:

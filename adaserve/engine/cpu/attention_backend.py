@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from adaserve.engine.plain_attention import plain_layers, require_no_more
-from adaserve.engine.trees.attention import TreeAttentionPlan, attend, causal_plan, gather_slots
+from adaserve.engine.trees.attention import Scores, TreeAttentionPlan, attend, causal_plan, gather_slots
 
 
 class CpuAttentionBackend(AttentionBackend):
@@ -48,10 +48,10 @@ class CpuAttentionBackend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         assert self.plan is not None
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        scaled = heads * (layer.scaling * layer.qk_head_dim**0.5)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        return attend(scaled.float(), keys, values, self.plan).to(q.dtype)
+        scores, positions = Scores.of(layer), forward_batch.positions
+        return attend(heads.float(), keys, values, self.plan, scores, positions).to(q.dtype)
 
     forward_decode = forward_extend
 

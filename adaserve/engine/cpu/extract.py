@@ -11,6 +11,7 @@ import torch
 
 from adaserve.draft_kind import MTP_TARGET
 from adaserve.engine.cpu.params import InputStage, LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.trees.attention import Scores
 
 _ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", MTP_TARGET)
 # SGLang wraps or replaces these classes for quantisation, LoRA and expert parallelism.
@@ -94,6 +95,8 @@ def _attention_obstacles(attention: Any) -> Iterator[str]:
     from adaserve.engine import plain_attention
 
     yield from plain_attention.obstacles(attention.attn)
+    if not Scores.of(attention.attn).are_plain:
+        yield "a sliding window or capped scores"
     rope = attention.rotary_emb
     cache = getattr(rope, "cos_sin_cache", None)
     # Classes with another forward (multimodal, dual chunk, long/short factors) do more than look up a row.

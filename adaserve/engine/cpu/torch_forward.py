@@ -12,7 +12,7 @@ from adaserve.engine.cpu.gumbel import best_of
 from adaserve.engine.cpu.linear import Linear, Storage, torch_linear
 from adaserve.engine.cpu.params import Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.logit_reading import Reading
-from adaserve.engine.trees.attention import attend
+from adaserve.engine.trees.attention import Scores, attend
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TorchBackend:
         embedded = self._embed[inputs.tokens].float()
         if not len(embedded):  # not every operator below takes an empty batch
             return embedded
-        residual = embedded
+        residual, scores = embedded, Scores(self._config.head_dim**-0.5)
         if before is not None:
             residual = self._taken_in(embedded, before.gathered(), inputs.positions)
         for i, (layer, k_buffer, v_buffer) in enumerate(zip(self._layers, k_buffers, v_buffers, strict=True)):
@@ -66,7 +66,7 @@ class TorchBackend:
                 normed = torch.cat((normed, _rms_norm(residual, layer.hidden_norm, eps)), dim=-1)
             q, k, v = self._heads(layer, normed, cos, sin)
             k_buffer[slots], v_buffer[slots] = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
-            residual = residual + layer.o(attend(q, k_buffer, v_buffer, inputs.plan))
+            residual = residual + layer.o(attend(q, k_buffer, v_buffer, inputs.plan, scores))
             gate, up = layer.gate_up(_rms_norm(residual, layer.post_norm, eps)).chunk(2, dim=-1)
             residual = residual + layer.down(functional.silu(gate) * up)
         return residual if self._raw_states else _rms_norm(residual, self._final_norm, eps)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adaserve.engine.gpu.layout import Extent, change_windows, unpack
 from adaserve.engine.plain_attention import require_no_more
-from adaserve.engine.trees.attention import TreeAttentionPlan, attend, indptr
+from adaserve.engine.trees.attention import Scores, TreeAttentionPlan, attend, indptr
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,11 @@ class TreeKernel(Protocol):
         of their requests. ``ends`` int64 [R, q]: ``Extent.window_ends``; -1 = a token sees all."""
         ...
 
-    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """q [T, heads, D] over the pool's keys and values -> [T, heads * D]."""
+    def run(
+        self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, positions: Tensor | None = None
+    ) -> Tensor:
+        """q [T, heads, D] over the pool's keys and values -> [T, heads * D]. ``positions``: as in ``attend``,
+        on the device; those of padding may be any."""
         ...
 
 
@@ -115,9 +118,10 @@ class SdpaKernel:
             torch.cat(mask),
         )
 
-    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        scaled = q * (scaling * q.shape[-1] ** 0.5)
-        return attend(scaled.float(), keys, values, self.tree_plan).to(q.dtype)
+    def run(
+        self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, positions: Tensor | None = None
+    ) -> Tensor:
+        return attend(q.float(), keys, values, self.tree_plan, scores, positions).to(q.dtype)
 
 
 def set_out(kernel: TreeKernel, extent: Extent, device: torch.device) -> None:
@@ -168,7 +172,7 @@ class TreeAttentionBackend(AttentionBackend):
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        return self.kernel.run(heads, keys, values, layer.scaling)
+        return self.kernel.run(heads, keys, values, Scores.of(layer), forward_batch.positions)
 
     forward_decode = forward_extend
 

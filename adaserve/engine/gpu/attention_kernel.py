@@ -22,6 +22,7 @@ from adaserve.engine.gpu.attention import AttentionBuffers
 from adaserve.engine.gpu.follow_kernel import shorten_fused
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
+from adaserve.engine.trees.attention import Scores
 from adaserve.scheduler.compiled import INT, INTS, compiled
 
 TILE = 6
@@ -112,11 +113,13 @@ class TritonKernel:
         finally:
             self._window = None
 
-    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def run(
+        self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, positions: Tensor | None = None
+    ) -> Tensor:
         assert self._cut is not None
         slots, window = self._buffers.kv_indices, self._window
         return attend_fused(
-            q, keys, values, slots, self._tiles, window, scaling, self._workspace, self._cut
+            q, keys, values, slots, self._tiles, window, scores, positions, self._workspace, self._cut
         ).flatten(1)
 
 
@@ -146,9 +149,10 @@ def _tiles_of(
 
 def attend_fused(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, tiles: Tensor, window: Window | None,
-    scaling: float, workspace: Workspace, cut: Cut,
+    scores: Scores, positions: Tensor | None, workspace: Workspace, cut: Cut,
 ) -> Tensor:  # fmt: skip
-    """q [T, heads, D] over ``slots`` of a pool's keys and values [slots, key heads, D] -> [T, heads, D]."""
+    """q [T, heads, D] over ``slots`` of a pool's keys and values [slots, key heads, D] -> [T, heads, D].
+    ``positions``: as in ``attend``."""
     (tokens, heads, dim), kv_heads = q.shape, keys.shape[1]
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     if window is None:
@@ -159,24 +163,30 @@ def attend_fused(
         ends, seen = window
         strides, each, width = seen.stride(), seen.shape[1], seen.shape[2]
         seen = seen.view(torch.uint8)
+    # The kernel computes exponentials to the base 2, of which it also makes the hyperbolic tangent.
+    scale = scores.scaling * LOG2_E
+    if scores.cap:
+        scale *= 2 / scores.cap
     _attend[(len(tiles), kv_heads, cut.splits)](
-        q, keys, values, out, slots, tiles, ends, seen, workspace.partial, workspace.counters,
-        scaling * LOG2_E, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0),
-        values.stride(1), *strides, each, width, heads // kv_heads, dim, triton.next_power_of_2(dim),
-        cut.rows, cut.keys, num_warps=cut.warps, num_stages=cut.stages,
+        q, keys, values, out, slots, tiles, ends, seen, positions if scores.window else tiles,
+        workspace.partial, workspace.counters, scale, scores.cap * LOG2_E, scores.window, q.stride(0),
+        q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), *strides, each,
+        width, heads // kv_heads, dim, triton.next_power_of_2(dim), cut.rows, cut.keys, scores.window > 0,
+        scores.cap > 0, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return out
 
 
 # Compiled once for a model and a cut: windows and tiles are views that start anywhere, with any strides.
 @triton.jit(
-    do_not_specialize=["s_row", "s_token", "s_column", "each", "width"],
-    do_not_specialize_on_alignment=["tiles", "ends", "seen"],
+    do_not_specialize=["cap", "reach", "s_row", "s_token", "s_column", "each", "width"],
+    do_not_specialize_on_alignment=["tiles", "ends", "seen", "positions"],
 )
 def _attend(  # type: ignore[no-untyped-def]
-    q, keys, values, out, slots, tiles, ends, seen, partial, counters, scale, q_token, q_head, k_slot,
-    k_head, v_slot, v_head, s_row, s_token, s_column, each, width, group: tl.constexpr, dim: tl.constexpr,
-    block_dim: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr,
+    q, keys, values, out, slots, tiles, ends, seen, positions, partial, counters, scale, cap, reach, q_token,
+    q_head, k_slot, k_head, v_slot, v_head, s_row, s_token, s_column, each, width, group: tl.constexpr,
+    dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr,
+    reaches: tl.constexpr, caps: tl.constexpr,
 ):  # fmt: skip
     head, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     tiles += 6 * tl.program_id(0)
@@ -197,10 +207,14 @@ def _attend(  # type: ignore[no-untyped-def]
         hides = is_row & (width > 0)
         hides = hides & (tl.load(ends + token, mask=hides, other=-1) >= 0)
         of_seen = seen + (token // each) * s_row + (token % each) * s_token
+        end, oldest = tl.minimum(begin + part, length), row
+        if reaches:  # each row sees the keys from its oldest one on
+            oldest = (tl.load(positions + token, mask=is_row, other=1 << 30) - reach).to(tl.int32)
+            begin = tl.maximum(begin, tl.min(oldest, axis=0))
         best, total, sums = _over(
             query, keys + head * k_head, values + head * v_head, slots + tl.load(tiles + 3), of_seen, hides,
-            scale, begin, tl.minimum(begin + part, length), length - width, k_slot, v_slot, s_column, dim,
-            block_dim, block_rows, block_keys,
+            scale, cap, oldest, begin, end, length - width, k_slot, v_slot, s_column, dim, block_dim,
+            block_rows, block_keys, reaches, caps,
         )  # fmt: skip
         parts = tl.cdiv(length, part)
         is_last = parts == 1
@@ -223,8 +237,9 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _over(  # type: ignore[no-untyped-def]
-    query, keys, values, slots, seen, hides, scale, begin, end, window, k_slot, v_slot, s_column,
+    query, keys, values, slots, seen, hides, scale, cap, oldest, begin, end, window, k_slot, v_slot, s_column,
     dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr,
+    reaches: tl.constexpr, caps: tl.constexpr,
 ):  # fmt: skip
     """Of every row over the keys from ``begin`` to ``end``: the best score, and what the exponentials of all
     and the values they weigh sum up to (Flash-Attention's running softmax, to the base 2)."""
@@ -242,10 +257,14 @@ def _over(  # type: ignore[no-untyped-def]
         # Hidden slots may hold anything, as where another request's numbers overflowed: 0 x NaN is NaN.
         v = tl.where(v - v == 0.0, v, 0.0).to(v.dtype)
         score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        if caps:
+            score = cap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))  # cap x tanh
         if at + block_keys > window:
             asked = hides[:, None] & ((key >= window) & is_key)[None, :]
             shown = tl.load(seen[:, None] + (key - window)[None, :] * s_column, mask=asked, other=1)
             score = tl.where(shown == 0, float("-inf"), score)
+        if reaches:
+            score = tl.where(key[None, :] >= oldest[:, None], score, float("-inf"))
         score = tl.where(is_key[None, :], score, float("-inf"))
         now = tl.maximum(best, tl.max(score, axis=1))
         base = tl.where(now == float("-inf"), 0.0, now)  # while nothing was seen

@@ -12,12 +12,15 @@ from adaserve.engine.gpu.attention import AttentionBuffers
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.tiles import planned_rows
+from adaserve.engine.trees.attention import Scores
 
 INT_WORKSPACE_BYTES = 8 << 20
 
 
 class FlashInferKernel:
     """FlashInfer's batch prefill over pages of one slot, with a custom mask, in CUDA graph mode.
+
+    For plain scores: it counts windows by the order of a request's queries, which is not that of a tree.
 
     Its planner is given host arrays only. Slots and mask are written into its buffers by us, and where each
     request's queries, slots and mask start: the mask's at bytes (the planner would count bits when it is
@@ -100,7 +103,9 @@ class FlashInferKernel:
             -1, False, 0, 0,  # keys are split as it likes
         )  # fmt: skip
 
-    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def run(
+        self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, positions: Tensor | None = None
+    ) -> Tensor:
         # A pool is [slots, heads, D]; a page of one slot is [slots, 1, heads, D]. The kernel reads queries by
         # their strides and writes every row, so they are not copied, and the output is not cleared before.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

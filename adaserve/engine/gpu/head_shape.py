@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from adaserve.engine.plain_attention import plain_layers
+from adaserve.engine.trees.attention import Scores
 from adaserve.errors import UnsupportedError
 
 
@@ -21,13 +22,13 @@ class HeadShape:
     scaling: float
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
+    are_plain: bool = True  # the scores of all layers, see ``Scores``
 
     @staticmethod
     def of(runner: Any) -> HeadShape:
         """Of a ``ModelRunner``. Raises UnsupportedError for attention that a plain mask doesn't describe."""
-        shapes = {
-            (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.scaling) for a in plain_layers(runner.model)
-        }
+        layers = plain_layers(runner.model)
+        shapes = {(a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.scaling) for a in layers}
         if len(shapes) != 1:
             raise UnsupportedError(f"layers with different attention are not supported: {sorted(shapes)}")
         q_heads, kv_heads, dim, scaling = shapes.pop()
@@ -38,4 +39,5 @@ class HeadShape:
         dtype = runner.token_to_kv_pool.dtype
         if dtype.itemsize == 1:
             raise UnsupportedError("an 8-bit KV cache is not supported: remove --kv-cache-dtype")
-        return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, dtype)
+        are_plain = all(Scores.of(layer).are_plain for layer in layers)
+        return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, dtype, are_plain)

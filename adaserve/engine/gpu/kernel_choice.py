@@ -14,6 +14,7 @@ from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInfe
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.tiles import workspace_bytes
+from adaserve.engine.trees.attention import Scores
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +27,17 @@ def kernel_maker(
     setting: Attention | Kernel, runner: Any, device: torch.device, rows: int, tokens: int
 ) -> tuple[Kernel, MakeKernel]:
     """The kernel that serves, by name: what ``setting`` says on CUDA, but Triton's where FlashInfer cannot be
-    compiled or run; SDPA elsewhere. Its forwards have at most ``rows`` requests, padding included, with
-    ``tokens`` in all."""
+    compiled or run, or scores are not plain; SDPA elsewhere. Its forwards have at most ``rows`` requests,
+    padding included, with ``tokens`` in all."""
     heads = HeadShape.of(runner)
     if device.type != "cuda":
         return "sdpa", lambda buffers, rows, place: SdpaKernel(buffers)
-    if setting != "flashinfer":
+    if setting == "flashinfer" and not heads.are_plain:
+        logger.warning(
+            "AdaServe: FlashInfer does not serve trees with sliding windows or capped scores, so our own "
+            "kernel in Triton does"
+        )
+    if setting != "flashinfer" or not heads.are_plain:
         return "triton", own_kernel(heads, device)
     workspace = torch.empty(workspace_bytes(heads, rows, tokens), dtype=torch.uint8, device=device)
     plans: dict[int, Tensor] = {}
@@ -60,7 +66,7 @@ def usable(make: MakeKernel, heads: HeadShape, device: torch.device) -> tuple[Ke
         set_out(kernel, Extent(np.array([1]), np.array([1])), device)
         q = torch.zeros(1, heads.q_heads, heads.head_dim, dtype=heads.q_dtype, device=device)
         pool = torch.zeros(1, heads.kv_heads, heads.head_dim, dtype=heads.kv_dtype, device=device)
-        kernel.run(q, pool, pool, heads.scaling)
+        kernel.run(q, pool, pool, Scores(heads.scaling))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # or what it failed with shows later
     except Exception as error:  # nvcc, ninja, a header, a library: it can be anything

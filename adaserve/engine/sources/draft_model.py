@@ -20,7 +20,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import DraftKind, draft_kind, other_size, require_known_head
-from adaserve.engine.plain_attention import require_no_state
+from adaserve.engine.plain_attention import require_no_state, require_windows
 from adaserve.errors import UnsupportedError
 from adaserve.fingerprint import local_folder
 from adaserve.host import on_device
@@ -85,6 +85,7 @@ class DraftModels(EagleDraftWorkerBase):
             require_same_size(target_worker, worker, path)
             if kind == "model":
                 require_same_tokens(target_worker, worker, path)
+                require_windows(worker.model_runner.model, config.deepest, config.draft_window != 0)
             else:  # a head has the target's tokens
                 share_embeddings(target_worker, worker, kind)
         models = zip(paths, workers, kinds, strict=True)

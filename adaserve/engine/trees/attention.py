@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +62,27 @@ class TreeAttentionPlan:
                 result.append(self.custom_mask[start : start + q * kv].view(q, kv))
                 start += q * kv
         return result
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a layer makes of the products of queries and keys."""
+
+    scaling: float
+    window: int = 0
+    """A token sees itself and so many before it (sliding windows: Gemma 2, section 2); 0 = all of them."""
+    cap: float = 0.0
+    """A scaled product s becomes cap x tanh(s / cap) (soft capping: Gemma 2, section 2); 0 = it stays."""
+
+    @staticmethod
+    def of(layer: Any) -> Scores:
+        """Of SGLang's ``RadixAttention``, to which windows of -1 are none."""
+        return Scores(layer.scaling, max(0, layer.sliding_window_size), float(layer.logit_cap))
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether a mask and the scaling say all."""
+        return self.window == 0 and self.cap == 0
 
 
 def indptr(lengths: np.ndarray) -> np.ndarray:
@@ -144,14 +166,30 @@ def causal_plan(kv_slots: torch.Tensor, q_lens: np.ndarray, kv_lens: np.ndarray)
 
 
 def attend(
-    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, plan: TreeAttentionPlan
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    plan: TreeAttentionPlan,
+    scores: Scores,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, heads, D] against each request's slots -> [T, heads * D]; a query that sees nothing gives 0."""
+    """q [T, heads, D] against each request's slots -> [T, heads * D]; a query that sees nothing gives 0.
+
+    ``positions`` int64 [T]: of the queries in their texts; needed where ``scores`` have a window. Keys then
+    stand at their positions, all but candidates, of which those that the mask shows are near enough: windows
+    are longer than trees are deep.
+    """
     out = torch.zeros_like(q)
-    for (q0, q1, k0, k1), mask in zip(plan.spans, plan.masks, strict=True):
+    for (q0, q1, k0, k1), shown in zip(plan.spans, plan.masks, strict=True):
         if q0 == q1 or k0 == k1:
             continue
-        slots = plan.kv_indices[k0:k1]
+        first, mask = 0, shown
+        if scores.window:
+            assert positions is not None
+            oldest = positions[q0:q1, None] - scores.window
+            first = max(0, int(oldest.min()))  # of the keys that any of them sees
+            mask = shown[:, first:] & (torch.arange(first, k1 - k0, device=q.device) >= oldest)
+        slots = plan.kv_indices[k0 + first : k1]
         keys = k_buffer[slots].float().transpose(0, 1).unsqueeze(0)
         values = v_buffer[slots].float().transpose(0, 1).unsqueeze(0)
         queries = q[q0:q1].transpose(0, 1).unsqueeze(0)
@@ -160,10 +198,25 @@ def attend(
                 part.nan_to_num_(0.0, 0.0, 0.0)
         # One decoding query of a causal plan sees everything: a mask would only cost time.
         seen = None if plan.custom_mask is None and q1 - q0 == 1 else mask
-        heads = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=seen, enable_gqa=True
-        )
+        if scores.cap:
+            heads = _attend_capped(queries, keys, values, seen, scores)
+        else:
+            heads = functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=seen, scale=scores.scaling, enable_gqa=True
+            )
         out[q0:q1] = heads[0].transpose(0, 1)
         if plan.custom_mask is not None:
             out[q0:q1].masked_fill_(~mask.any(dim=-1)[:, None, None], 0.0)
     return out.flatten(1)
+
+
+def _attend_capped(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None, scores: Scores
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` of [1, heads, n, D], which does not cap."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
+    capped = scores.cap * torch.tanh(q @ keys.transpose(-2, -1) * (scores.scaling / scores.cap))
+    if seen is not None:
+        capped.masked_fill_(~seen, -torch.inf)
+    return capped.softmax(dim=-1) @ values

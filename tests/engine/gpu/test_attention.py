@@ -35,20 +35,26 @@ from adaserve.engine.gpu.kernel_choice import usable
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import READ_AT_ONCE
+from adaserve.engine.trees.attention import Scores
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import CPU
 from tests.engine.gpu.scripts import python
 
 COMPARED = """
-from tests.engine.gpu.triton_check import CPU, compare, far_slots, prompts
+from tests.engine.gpu.triton_check import CPU, Scores, compare, far_slots, prompts
 print(*(compare(seed, CPU) for seed in range(4)), prompts(), far_slots())
+more = Scores(0.3, window=40), Scores(0.3, cap=2.0), Scores(0.3, window=300, cap=1.5)
+print(*(compare(seed, CPU, scores=scores) for seed in (0, 1) for scores in more))
 """
 
 
 def test_triton_reads_our_arrays_as_sdpa_does() -> None:
-    """In Triton's interpreter. The last figures are of prompts, and of a pool that 32 bits cannot address."""
-    *worst, far = map(float, python(COMPARED, interpret=True).split())
+    """In Triton's interpreter. The last figures of the first line are of prompts, and of a pool that 32 bits
+    cannot address; those of the second are of scores with windows and caps."""
+    plain, more = (list(map(float, line.split())) for line in python(COMPARED, interpret=True).splitlines())
+    *worst, far = plain
     assert len(worst) == 5 and max(worst) < 1e-5 and far < 4e-3
+    assert len(more) == 6 and max(more) < 1e-5
 
 
 HIDDEN = """
@@ -82,7 +88,7 @@ from adaserve.engine.gpu.attention_kernel import TILE, Workspace, _attend
 from adaserve.engine.gpu.head_shape import HeadShape
 from tests.engine.gpu.compiling import kind_of, spilled_bytes
 
-def served(group, dim):
+def served(group, dim, window, cap):
     half = torch.float16
     workspace = Workspace(HeadShape(8 * group, 8, dim, 1.0, half, half), torch.device("cpu"))
     sizes = ((1, 16, 16), (9, 64, 64), (65, 512, 512), (65, 512, 8), (65, 64, 1), (17, 16, 1), (65, 256, 4))
@@ -93,19 +99,19 @@ def served(group, dim):
         ends, seen = torch.zeros(512, dtype=torch.int64), torch.zeros(512, 512, dtype=torch.uint8)
         shared, strides = (workspace.partial, workspace.counters), (8 * group * dim, dim, *[8 * dim, dim] * 2)
         kind = kind_of(
-            _attend, q, pool, pool, q, slots, tiles, ends, seen, *shared, 0.5, *strides, 512, 512, 1, 512,
-            512, group, dim, dim, cut.rows, cut.keys,
+            _attend, q, pool, pool, q, slots, tiles, ends, seen, ends if window else tiles, *shared, 0.5, cap,
+            window, *strides, 512, 512, 1, 512, 512, group, dim, dim, cut.rows, cut.keys, window > 0, cap > 0,
         )
         yield cut, spilled_bytes(_attend, kind, num_warps=cut.warps, num_stages=cut.stages)
 
-for group, dim in ((4, 64), (4, 128)):
-    for cut, spilled in served(group, dim):
+for group, dim, window, cap in ((4, 64, 0, 0.0), (4, 128, 0, 0.0), (2, 256, 511, 72.0)):
+    for cut, spilled in served(group, dim, window, cap):
         print(spilled, dim, cut.rows, cut.warps)
 """
 
 
 def test_tiles_are_held_in_registers() -> None:
-    """Those of 64 rows and 128 dimensions spilled 66 KB in two warps."""
+    """Those of 64 rows and 128 dimensions spilled 66 KB in two warps. The last ones are of Gemma 2's kind."""
     lines = [line.split() for line in python(SPILLED, interpret=False).splitlines()]
     assert len(lines) > 5 and {rows for _, _, rows, _ in lines} == {"16", "32", "64"}
     assert not [line for line in lines if int(line[0]) > 256]
@@ -215,6 +221,15 @@ def test_the_setting_chooses(setting: Any, device: str, name: str, monkeypatch: 
     assert kernel_choice.kernel_maker(setting, None, torch.device(device), 8, 64)[0] == name
 
 
+def test_flashinfer_is_not_used_for_windows_in_trees(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(HeadShape, "of", lambda runner: replace(HEADS, are_plain=False))
+    monkeypatch.setattr(kernel_choice, "own_kernel", lambda heads, device: None)
+    assert kernel_choice.kernel_maker("flashinfer", None, torch.device("cuda"), 8, 64)[0] == "triton"
+    assert "FlashInfer does not serve trees with sliding windows" in caplog.text
+
+
 def planned_bytes(q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int, tile: int) -> int:
     """What FlashInfer 0.7.2 allocates in its plan on a GPU of 132 SMs, written down from scheduler.cuh."""
     group = q_heads // kv_heads
@@ -287,7 +302,7 @@ def test_flashinfer_copies_and_clears_nothing(monkeypatch: pytest.MonkeyPatch) -
     kernel = FlashInferKernel(AttentionBuffers.allocate(99, 99, CPU), 1, heads, room, room)
     kernel.plan(Extent(np.array([3]), np.array([5])))
     q = torch.arange(3 * 8 * 4.0).view(3, 8, 4)[:, :4]
-    result = kernel.run(q, pool, pool, 0.5)
+    result = kernel.run(q, pool, pool, Scores(0.5))
     ((given, out),) = ran
     assert given.data_ptr() == q.data_ptr() and given.stride() == q.stride()
     assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
@@ -351,7 +366,7 @@ def test_later_plans_are_those_of_flashinfers_wrapper(planner: list[list[Any]]) 
     assert kernels[0] == kernels[1] and torch.equal(kernel._starts, fresh._starts)
     # What the next run asks for is there: types, scale and the newest plan.
     q, pool = torch.zeros(4, 32, 128).half(), torch.zeros(3, 8, 128).half()
-    assert kernel.run(q, pool, pool, 1.0).shape == (4, 32 * 128)
+    assert kernel.run(q, pool, pool, Scores(1.0)).shape == (4, 32 * 128)
     assert kernel._wrapper._plan_info == [2] and kernel._wrapper._sm_scale == LLAMA.scaling
 
 

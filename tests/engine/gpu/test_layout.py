@@ -128,7 +128,7 @@ def test_sdpa_over_flat_arrays_is_masked_attention(seed: int) -> None:
     kernel = SdpaKernel(buffers)
     kernel.plan(extent)
     with hiding(buffers, extent, seen):
-        got = kernel.run(q, keys, values, 0.3).view_as(q)
+        got = kernel.run(q, keys, values, attention.Scores(0.3)).view_as(q)
     token = first = 0
     for r, mask in enumerate(masks):
         mine = slots[first : first + kv_lens[r]].long()

@@ -13,6 +13,7 @@ from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent, change_windows
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
 from adaserve.engine.transfer import put
+from adaserve.engine.trees.attention import Scores
 from tests.engine.gpu.test_layout import random_case
 from tests.engine.gpu.triton_check import compare
 
@@ -48,14 +49,14 @@ def test_flashinfer_reads_our_arrays_as_sdpa_does(seed: int) -> None:
     for one in (kernel, reference):
         set_out(one, extent, device)
     sees = torch.tensor([*np.concatenate([m.any(1) for m in masks]), True, True, True], device=device)
-    right = reference.run(q, keys, values, HEADS.scaling)
+    right = reference.run(q, keys, values, Scores(HEADS.scaling))
     torch.testing.assert_close(
-        kernel.run(q, keys, values, HEADS.scaling)[sees], right[sees], rtol=2e-2, atol=2e-3
+        kernel.run(q, keys, values, Scores(HEADS.scaling))[sees], right[sees], rtol=2e-2, atol=2e-3
     )
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernel.run(q, keys, values, HEADS.scaling)
+        out = kernel.run(q, keys, values, Scores(HEADS.scaling))
     graph.replay()
     torch.testing.assert_close(out[sees], right[sees], rtol=2e-2, atol=2e-3)
 

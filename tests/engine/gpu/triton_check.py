@@ -9,12 +9,17 @@ from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, set_out
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.kernel_choice import own_kernel
 from adaserve.engine.gpu.layout import Extent, seen_by
+from adaserve.engine.trees.attention import Scores
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import CPU
 from tests.engine.gpu.test_layout import random_case
 
+PLAIN = Scores(0.3)
 
-def compare(seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+
+def compare(
+    seed: int, device: torch.device, dtype: torch.dtype = torch.float32, scores: Scores = PLAIN
+) -> float:
     """The largest difference over ragged requests, windows and padding; two runs of one plan, between which
     the mask changes as it does between draft steps."""
     extent, seen, _ = random_case(seed)
@@ -30,6 +35,9 @@ def compare(seed: int, device: torch.device, dtype: torch.dtype = torch.float32)
     buffers.kv_indices[:used].copy_(torch.randperm(pool, generator=generator)[:used])
     buffers.kv_indices[used : used + 2].zero_()
     ends = torch.from_numpy(extent.window_ends)[None].to(device)
+    # As if each token were one of the last eight of its text; padding's may be any.
+    positions = np.repeat(extent.kv_lens, extent.q_lens) - 1 - np.arange(len(q)) % 8
+    positions = torch.from_numpy(positions.clip(0)).to(device)
     heads = HeadShape(4, 2, 32, 0.3, dtype, dtype)
     kernel = own_kernel(heads, device)(buffers, len(extent.q_lens), 0)
     reference = SdpaKernel(buffers)
@@ -42,7 +50,7 @@ def compare(seed: int, device: torch.device, dtype: torch.dtype = torch.float32)
         outputs = []
         for one in (reference, kernel):
             with one.hiding(ends, there):
-                outputs.append(one.run(q, keys, values, 0.3))
+                outputs.append(one.run(q, keys, values, scores, positions))
         right, got = outputs
         # A token that sees nothing is none of ours: its softmax is 0 / 0.
         prefix = np.repeat(extent.kv_lens - seen.shape[1], extent.q_lens) > 0
@@ -66,7 +74,7 @@ def prompts(columns: int = 96) -> float:
     for kernel in (own_kernel(heads, CPU)(buffers, len(q_lens), 0), SdpaKernel(buffers)):
         set_out(kernel, extent, CPU)
         with kernel.hiding(torch.from_numpy(extent.window_ends)[None], torch.from_numpy(seen)[None]):
-            outputs.append(kernel.run(q, keys, values, 0.3))
+            outputs.append(kernel.run(q, keys, values, PLAIN))
     return float((outputs[0] - outputs[1]).abs().max())
 
 
@@ -81,7 +89,7 @@ def hidden(number: float) -> torch.Tensor:
     kernel, seen = own_kernel(heads, CPU)(buffers, 1, 0), torch.tensor([[[1, 0, 0], [1, 1, 0]]]).bool()
     set_out(kernel, extent, CPU)
     with kernel.hiding(torch.from_numpy(extent.window_ends)[None], seen):
-        return kernel.run(q, keys, values, 0.3)
+        return kernel.run(q, keys, values, PLAIN)
 
 
 def mixed(kind: torch.dtype, kept: torch.dtype) -> float:
@@ -93,7 +101,7 @@ def mixed(kind: torch.dtype, kept: torch.dtype) -> float:
     outputs = []
     for kernel in (own_kernel(heads, CPU)(buffers, 1, 0), SdpaKernel(buffers)):
         set_out(kernel, extent, CPU)
-        outputs.append(kernel.run(q.to(kind), keys.to(kept), values.to(kept), 0.3))
+        outputs.append(kernel.run(q.to(kind), keys.to(kept), values.to(kept), PLAIN))
     right = outputs[1]
     assert outputs[0].dtype == right.dtype == kind
     return float((outputs[0] - right).abs().max())
@@ -111,5 +119,5 @@ def far_slots() -> float:
     outputs, heads = [], HeadShape(2, 1, dim, 0.3, torch.float16, torch.float16)
     for kernel in (own_kernel(heads, CPU)(buffers, 1, 0), SdpaKernel(buffers)):
         set_out(kernel, extent, CPU)
-        outputs.append(kernel.run(q, pool, pool, 0.3))
+        outputs.append(kernel.run(q, pool, pool, PLAIN))
     return float((outputs[0] - outputs[1]).abs().max())
