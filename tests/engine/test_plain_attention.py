@@ -95,8 +95,8 @@ def test_caches_that_kernels_cannot_read_are_refused(pool: dict[str, Any], remed
 @pytest.mark.parametrize("backend", [CpuAttentionBackend, TreeAttentionBackend])
 def test_what_a_model_asks_in_its_forward_is_refused(backend: Any) -> None:
     asked = runner({})
-    with pytest.raises(ValueError, match="sinks"):
-        backend(asked).forward_extend(None, None, None, asked.model[0], None, sinks=torch.zeros(4))
+    with pytest.raises(ValueError, match="k_rope"):
+        backend(asked).forward_extend(None, None, None, asked.model[0], None, k_rope=torch.zeros(4))
 
 
 def model_config(config: Any, architecture: str) -> SimpleNamespace:

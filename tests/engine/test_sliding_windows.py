@@ -1,9 +1,8 @@
-"""Models whose layers see the nearest tokens alone, and cap their scores: their text is still their own."""
+"""Layers that see the nearest tokens alone, cap their scores or have sinks: the text is the target's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,66 +14,62 @@ from tests.engine.harness import Zygote, run_jobs, workload
 from tests.engine.pairs import agreeing_copy, random_model, save_tokenizer
 from tests.engine.test_heads import assert_best
 
-GEMMA2 = {
-    "hidden_act": "gelu_pytorch_tanh",  # stands in public configurations beside its newer name
-    "sliding_window": 20,  # in the first and the third of three layers
-    "attn_logit_softcapping": 3.0,
-    "final_logit_softcapping": 20.0,
-    "head_dim": 32,
-    "query_pre_attn_scalar": 48,
-    "tie_word_embeddings": True,
+WINDOW = {
+    "sliding_window": 20,
     "attn_implementation": "eager",
-}
+}  # if it were 21, every fourth token would change
 
 
-@pytest.fixture(scope="module")
-def gemma() -> Any:
-    """Tied embeddings say the last token again. Here layers are louder: if windows were longer by one token,
-    every fourth token would be another one."""
-    model = random_model("Gemma2", 1, **GEMMA2)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(2)
-            for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
-                norm.weight.add_(15)
+def gemma2() -> Any:
+    """Caps; windows in the first and the third of three layers."""
+    config = {
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0, "head_dim": 32,
+        "query_pre_attn_scalar": 48, "tie_word_embeddings": True,
+        "hidden_act": "gelu_pytorch_tanh",  # stands in public configurations beside its newer name
+    }  # fmt: skip
+    model = random_model("Gemma2", 1, **WINDOW, **config)
+    for layer in model.model.layers:  # or tied embeddings would say the last token again
+        layer.self_attn.q_proj.weight.mul_(2)
+        for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+            norm.weight.add_(15)
     return model
 
 
-@pytest.fixture(scope="module")
-def gemmas(gemma: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a draft that agrees with it on most tokens."""
+def granite_swa() -> Any:
+    """Sinks; windows in the second and the third of three layers."""
+    model = random_model("GraniteSWA", 1, **WINDOW, attention_multiplier=0.18)
+    for layer in model.model.layers:
+        layer.self_attn.sinks.copy_(torch.tensor([1.5, -1.0, 2.0, 3.0]))  # SGLang keeps them in bf16
+    return model
+
+
+@pytest.fixture(scope="module", params=[(granite_swa, "cpu"), (gemma2, "device")], ids=["granite", "gemma"])
+def windowed(
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Served]]:
+    """A target, served with a draft that agrees with it on most tokens: as on a CPU, or as on GPUs."""
+    make, way = request.param
+    folder = tmp_path_factory.mktemp("windowed")
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("gemmas")
-    for name, model in {"target": gemma, "noisy": agreeing_copy(gemma)}.items():
-        model.save_pretrained(folder / name)
+    with torch.no_grad():
+        model = make()
+    for name, each in {"target": model, "noisy": agreeing_copy(model)}.items():
+        each.save_pretrained(folder / name)
         save_tokenizer(folder / name)
-    return folder
-
-
-@pytest.fixture(scope="module", params=["cpu", "device"])
-def served(
-    request: pytest.FixtureRequest, zygote: Zygote, gemmas: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    """On a CPU's way, and on that of GPUs."""
-    name, folder = str(request.param), tmp_path_factory.mktemp("windows")
     server, probe = adaserve_server(
-        folder,
-        gemmas,
-        "noisy",
-        TREES,
-        {**RESTLESS, "audit_every": 1 << 30},
-        overlap=name == "device",
-        **TIGHT,
+        folder, folder, "noisy", TREES, {**RESTLESS, "audit_every": 1 << 30}, overlap=way == "device", **TIGHT
     )
-    if name == "device":
+    if way == "device":
         server.environment[DEVICE_PATH_ENV] = "1"
-    yield from audited(zygote, name, server, probe)
+    for served in audited(zygote, way, server, probe):
+        yield model, served
 
 
-def test_greedy_is_the_target_alone(served: Served, gemma: Any) -> None:
+def test_greedy_is_the_target_alone(windowed: tuple[Any, Served]) -> None:
+    model, served = windowed
     jobs = workload(60, seed=31, leave_every=13, spread_s=1)
     answers = run_jobs(served.server, jobs)
-    assert_best(gemma, jobs, answers)
+    assert_best(model, jobs, answers)
     assert sum(a["meta_info"]["num_retractions"] for a in answers if a is not None) > 1
     stats = served.probe.read()
     assert 1.3 < 1 + stats["accepted"] / stats["rows"] < 5, "the draft agrees too rarely or too often"

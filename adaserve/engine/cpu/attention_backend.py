@@ -41,6 +41,7 @@ class CpuAttentionBackend(AttentionBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor:
         require_no_more(more)
@@ -50,7 +51,7 @@ class CpuAttentionBackend(AttentionBackend):
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        scores, positions = Scores.of(layer), forward_batch.positions
+        scores, positions = Scores.of(layer, sinks), forward_batch.positions
         return attend(heads.float(), keys, values, self.plan, scores, positions).to(q.dtype)
 
     forward_decode = forward_extend

@@ -163,6 +163,7 @@ class TreeAttentionBackend(AttentionBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
         require_no_more(more)
@@ -172,7 +173,7 @@ class TreeAttentionBackend(AttentionBackend):
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        return self.kernel.run(heads, keys, values, Scores.of(layer), forward_batch.positions)
+        return self.kernel.run(heads, keys, values, Scores.of(layer, sinks), forward_batch.positions)
 
     forward_decode = forward_extend
 

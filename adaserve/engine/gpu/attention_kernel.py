@@ -44,7 +44,7 @@ short, so that there are more of them."""
 SHORT, LONG = 64, 256
 """Keys of a part, at least."""
 
-LOG2_E = 1.4426950408889634
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 Window = tuple[Tensor, Tensor]
 """``ends`` and ``seen``, see ``TreeKernel.hiding``."""
@@ -164,15 +164,21 @@ def attend_fused(
         strides, each, width = seen.stride(), seen.shape[1], seen.shape[2]
         seen = seen.view(torch.uint8)
     # The kernel computes exponentials to the base 2, of which it also makes the hyperbolic tangent.
-    scale = scores.scaling * LOG2_E
+    log2_e: float = LOG2_E.value
+    scale = scores.scaling * log2_e
     if scores.cap:
         scale *= 2 / scores.cap
+    of_scores = (
+        positions if scores.window else tiles,  # which is not read then
+        tiles if scores.sinks is None else scores.sinks,
+        scale, scores.cap * log2_e, scores.window,
+    )  # fmt: skip
+    asked = scores.window > 0, scores.cap > 0, scores.sinks is not None
     _attend[(len(tiles), kv_heads, cut.splits)](
-        q, keys, values, out, slots, tiles, ends, seen, positions if scores.window else tiles,
-        workspace.partial, workspace.counters, scale, scores.cap * LOG2_E, scores.window, q.stride(0),
-        q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), *strides, each,
-        width, heads // kv_heads, dim, triton.next_power_of_2(dim), cut.rows, cut.keys, scores.window > 0,
-        scores.cap > 0, num_warps=cut.warps, num_stages=cut.stages,
+        q, keys, values, out, slots, tiles, ends, seen, workspace.partial, workspace.counters, *of_scores,
+        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        *strides, each, width, heads // kv_heads, dim, triton.next_power_of_2(dim), cut.rows, cut.keys,
+        *asked, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return out
 
@@ -180,13 +186,13 @@ def attend_fused(
 # Compiled once for a model and a cut: windows and tiles are views that start anywhere, with any strides.
 @triton.jit(
     do_not_specialize=["cap", "reach", "s_row", "s_token", "s_column", "each", "width"],
-    do_not_specialize_on_alignment=["tiles", "ends", "seen", "positions"],
+    do_not_specialize_on_alignment=["tiles", "ends", "seen", "positions", "sinks"],
 )
 def _attend(  # type: ignore[no-untyped-def]
-    q, keys, values, out, slots, tiles, ends, seen, positions, partial, counters, scale, cap, reach, q_token,
-    q_head, k_slot, k_head, v_slot, v_head, s_row, s_token, s_column, each, width, group: tl.constexpr,
-    dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr,
-    reaches: tl.constexpr, caps: tl.constexpr,
+    q, keys, values, out, slots, tiles, ends, seen, partial, counters, positions, sinks, scale, cap, reach,
+    q_token, q_head, k_slot, k_head, v_slot, v_head, s_row, s_token, s_column, each, width,
+    group: tl.constexpr, dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr,
+    block_keys: tl.constexpr, reaches: tl.constexpr, caps: tl.constexpr, has_sinks: tl.constexpr,
 ):  # fmt: skip
     head, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     tiles += 6 * tl.program_id(0)
@@ -227,8 +233,13 @@ def _attend(  # type: ignore[no-untyped-def]
             is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == parts - 1
             if is_last:
                 tl.store(counters + tile, 0)
-                total, sums = _together(those, parts, block_dim, block_rows)
+                best, total, sums = _together(those, parts, block_dim, block_rows)
         if is_last:
+            if has_sinks:
+                sink = tl.load(sinks + row_head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+                now = tl.maximum(best, sink)
+                fade = tl.exp2(best - now)
+                total, sums = total * fade + tl.exp2(sink - now), sums * fade[:, None]
             # A token that sees nothing gives 0; none of a request's does.
             result = sums / tl.where(total > 0, total, 1.0)[:, None]
             to = (token * (tl.num_programs(1) * group) + row_head) * dim
@@ -301,4 +312,4 @@ def _together(parts_at, parts, block_dim: tl.constexpr, block_rows: tl.constexpr
         sums = sums * fade[:, None] + its_sums * gain[:, None]
         best = now
         parts_at += block_rows * (block_dim + 2)
-    return total, sums
+    return best, total, sums

@@ -13,6 +13,7 @@ from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.tiles import planned_rows
 from adaserve.engine.trees.attention import Scores
+from adaserve.errors import UnsupportedError
 
 INT_WORKSPACE_BYTES = 8 << 20
 
@@ -106,6 +107,8 @@ class FlashInferKernel:
     def run(
         self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, positions: Tensor | None = None
     ) -> Tensor:
+        if not scores.are_plain:  # layers don't tell of sinks before they run
+            raise UnsupportedError("FlashInfer serves no attention sinks: use --adaserve-attention triton")
         # A pool is [slots, heads, D]; a page of one slot is [slots, 1, heads, D]. The kernel reads queries by
         # their strides and writes every row, so they are not copied, and the output is not cleared before.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

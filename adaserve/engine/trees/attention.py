@@ -73,16 +73,19 @@ class Scores:
     """A token sees itself and so many before it (sliding windows: Gemma 2, section 2); 0 = all of them."""
     cap: float = 0.0
     """A scaled product s becomes cap x tanh(s / cap) (soft capping: Gemma 2, section 2); 0 = it stays."""
+    sinks: torch.Tensor | None = None
+    """[heads]: a score of each head that takes its share of every softmax and has no key (attention sinks:
+    Xiao et al. 2024, section 3.3; GPT-OSS)."""
 
     @staticmethod
-    def of(layer: Any) -> Scores:
-        """Of SGLang's ``RadixAttention``, to which windows of -1 are none."""
-        return Scores(layer.scaling, max(0, layer.sliding_window_size), float(layer.logit_cap))
+    def of(layer: Any, sinks: torch.Tensor | None = None) -> Scores:
+        """Of SGLang's ``RadixAttention``, to which windows of -1 are none, and what it is called with."""
+        return Scores(layer.scaling, max(0, layer.sliding_window_size), float(layer.logit_cap), sinks)
 
     @property
     def are_plain(self) -> bool:
         """Whether a mask and the scaling say all."""
-        return self.window == 0 and self.cap == 0
+        return self.window == 0 and self.cap == 0 and self.sinks is None
 
 
 def indptr(lengths: np.ndarray) -> np.ndarray:
@@ -198,8 +201,8 @@ def attend(
                 part.nan_to_num_(0.0, 0.0, 0.0)
         # One decoding query of a causal plan sees everything: a mask would only cost time.
         seen = None if plan.custom_mask is None and q1 - q0 == 1 else mask
-        if scores.cap:
-            heads = _attend_capped(queries, keys, values, seen, scores)
+        if scores.cap or scores.sinks is not None:
+            heads = _attend_by_hand(queries, keys, values, seen, scores)
         else:
             heads = functional.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=seen, scale=scores.scaling, enable_gqa=True
@@ -210,13 +213,18 @@ def attend(
     return out.flatten(1)
 
 
-def _attend_capped(
+def _attend_by_hand(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None, scores: Scores
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` of [1, heads, n, D], which does not cap."""
+    """``scaled_dot_product_attention`` of [1, heads, n, D], which has neither caps nor sinks."""
     group = q.shape[1] // keys.shape[1]
     keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
-    capped = scores.cap * torch.tanh(q @ keys.transpose(-2, -1) * (scores.scaling / scores.cap))
+    product = q @ keys.transpose(-2, -1) * scores.scaling
+    if scores.cap:
+        product = scores.cap * torch.tanh(product / scores.cap)
     if seen is not None:
-        capped.masked_fill_(~seen, -torch.inf)
-    return capped.softmax(dim=-1) @ values
+        product.masked_fill_(~seen, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float().view(1, -1, 1, 1).expand(*product.shape[:3], 1)
+        return torch.cat((product, sinks), dim=-1).softmax(dim=-1)[..., :-1] @ values
+    return product.softmax(dim=-1) @ values

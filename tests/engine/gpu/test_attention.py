@@ -41,16 +41,18 @@ from tests.engine.gpu.factories import CPU
 from tests.engine.gpu.scripts import python
 
 COMPARED = """
+from torch import tensor
 from tests.engine.gpu.triton_check import CPU, Scores, compare, far_slots, prompts
 print(*(compare(seed, CPU) for seed in range(4)), prompts(), far_slots())
-more = Scores(0.3, window=40), Scores(0.3, cap=2.0), Scores(0.3, window=300, cap=1.5)
+sinks = tensor([1.5, -2.0, 3.0, 0.0]).bfloat16()
+more = Scores(0.3, window=40, sinks=sinks), Scores(0.3, cap=2.0), Scores(0.3, window=300, cap=1.5)
 print(*(compare(seed, CPU, scores=scores) for seed in (0, 1) for scores in more))
 """
 
 
 def test_triton_reads_our_arrays_as_sdpa_does() -> None:
     """In Triton's interpreter. The last figures of the first line are of prompts, and of a pool that 32 bits
-    cannot address; those of the second are of scores with windows and caps."""
+    cannot address; those of the second are of scores with windows, caps and sinks."""
     plain, more = (list(map(float, line.split())) for line in python(COMPARED, interpret=True).splitlines())
     *worst, far = plain
     assert len(worst) == 5 and max(worst) < 1e-5 and far < 4e-3
@@ -99,8 +101,9 @@ def served(group, dim, window, cap):
         ends, seen = torch.zeros(512, dtype=torch.int64), torch.zeros(512, 512, dtype=torch.uint8)
         shared, strides = (workspace.partial, workspace.counters), (8 * group * dim, dim, *[8 * dim, dim] * 2)
         kind = kind_of(
-            _attend, q, pool, pool, q, slots, tiles, ends, seen, ends if window else tiles, *shared, 0.5, cap,
-            window, *strides, 512, 512, 1, 512, 512, group, dim, dim, cut.rows, cut.keys, window > 0, cap > 0,
+            _attend, q, pool, pool, q, slots, tiles, ends, seen, *shared, ends if window else tiles, tiles,
+            0.5, cap, window, *strides, 512, 512, 1, 512, 512, group, dim, dim, cut.rows, cut.keys,
+            window > 0, cap > 0, False,
         )
         yield cut, spilled_bytes(_attend, kind, num_warps=cut.warps, num_stages=cut.stages)
 
