@@ -37,15 +37,23 @@ def plain_layers(model: torch.nn.Module) -> list[RadixAttention]:
     return layers
 
 
-def require_no_state(model_config: Any) -> None:
+def require_served(model_config: Any) -> None:
     """Raises UnsupportedError for SGLang's ``ModelConfig`` of a model with state-space, convolution or linear
-    attention layers. Their state goes forward with every token, also those of candidates, and never back."""
-    if mambaish_config(model_config) is not None:
-        name = ", ".join(model_config.hf_config.architectures)
-        raise UnsupportedError(
-            f"{name} is not supported: some of its layers keep a state, which would hold candidates that "
-            "were not accepted. Choose another model, or serve it without --speculative-algorithm ADASERVE"
-        )
+    attention layers, whose state goes forward with every token, also those of candidates, and never back; or
+    with multimodal rotary embeddings, since our forwards tell one position of a token."""
+    reasons = {
+        "some of its layers keep a state, which would hold candidates that were not accepted": (
+            mambaish_config(model_config) is not None
+        ),
+        "it tells positions in images from those in text (M-RoPE)": model_config.model_is_mrope,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            name = ", ".join(model_config.hf_config.architectures)
+            raise UnsupportedError(
+                f"{name} is not supported: {reason}. Choose another model, or serve it without "
+                "--speculative-algorithm ADASERVE"
+            )
 
 
 def require_own_positions(model: torch.nn.Module, context_len: int, deepest: int) -> None:

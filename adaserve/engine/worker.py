@@ -28,7 +28,7 @@ from adaserve.engine.iteration import counts_by_source, sample_of
 from adaserve.engine.kv_caches import KVCaches
 from adaserve.engine.learner import Learner
 from adaserve.engine.penalties import restore_penalties
-from adaserve.engine.plain_attention import require_no_state, require_own_positions, require_windows
+from adaserve.engine.plain_attention import require_own_positions, require_served, require_windows
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.requests import Requests, rows_of_pool
@@ -66,7 +66,7 @@ class AdaServeWorker(BaseSpecWorker):
         ensure_registered()
         self.config = AdaServeConfig.load()
         target = target_worker.model_runner
-        require_no_state(target.model_config)
+        require_served(target.model_config)
         require_own_positions(target.model, target.model_config.context_len, self.config.deepest)
         require_windows(target.model, self.config.deepest, leaves_out=self.config.has_self)
         self._target_worker = target_worker

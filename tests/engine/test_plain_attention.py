@@ -1,8 +1,10 @@
 """Attention that our code does not compute is refused, on every device: its text would be another one."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import sglang.srt.configs
 import torch
@@ -11,10 +13,16 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
 
+from adaserve.engine.cpu import params as cpu
+from adaserve.engine.cpu import sglang_forward
 from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
+from adaserve.engine.gpu import model as gpu
 from adaserve.engine.gpu.attention import TreeAttentionBackend
 from adaserve.engine.gpu.head_shape import HeadShape
-from adaserve.engine.plain_attention import require_no_state, require_own_positions, require_windows
+from adaserve.engine.plain_attention import require_own_positions, require_served, require_windows
+from adaserve.engine.trees.attention import attention_plan
+from adaserve.engine.trees.batch import TreeBatch
+from tests.engine.gpu.factories import CPU
 
 MORE = {
     "capped by sigmoid": {"logit_cap": 50.0, "logit_capping_method": "sigmoid"},
@@ -99,10 +107,44 @@ def test_what_a_model_asks_in_its_forward_is_refused(backend: Any) -> None:
         backend(asked).forward_extend(None, None, None, asked.model[0], None, k_rope=torch.zeros(4))
 
 
+class AddsOne(torch.nn.ModuleList):
+    """As Gemma 3 does with positions, in place."""
+
+    shared_experts_config = None
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
+        positions += 1
+        return SimpleNamespace(next_token_logits=torch.zeros(len(tokens), 9))
+
+
+@pytest.mark.parametrize("way", ["cpu", "gpu"])
+def test_a_model_may_change_its_positions(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are counted from what they were."""
+    for module in (sglang_forward, gpu):
+        context = SimpleNamespace(override=lambda **_: nullcontext())
+        monkeypatch.setattr(module, "get_model", lambda context=context: context)
+    asked = runner({"sliding_window_size": 8})
+    asked.model, asked.device, asked.spec_algorithm = AddsOne(asked.model), CPU, None
+    batch = TreeBatch.causal(np.array([5, 6]), np.array([0]), np.array([3]), np.array([2]))
+    tokens, positions = torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)
+    slots = torch.ones(2, dtype=torch.int64)
+    if way == "cpu":
+        plan = attention_plan(torch.zeros(1, 9, dtype=torch.int32), batch)
+        sglang_forward.SGLangForward(asked).hidden(cpu.Inputs(tokens, positions, slots, plan))
+        seen = plan.positions
+    else:
+        call = gpu.SGLangCall(asked)
+        call(gpu.Inputs(tokens, positions, slots), 1, cast("Any", None))
+        seen = call._backend.positions
+    assert seen is not None and seen.tolist() == [3, 4]
+
+
 def model_config(config: Any, architecture: str) -> SimpleNamespace:
-    """As much of SGLang's ``ModelConfig`` as tells whether layers keep a state."""
+    """As much of SGLang's ``ModelConfig`` as tells whether trees can go through its layers."""
     config.architectures = [architecture]
-    return SimpleNamespace(hf_config=config, is_draft_model=False, linear_attn_registry_result=None)
+    return SimpleNamespace(
+        hf_config=config, is_draft_model=False, linear_attn_registry_result=None, model_is_mrope=False
+    )
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2", "FalconH1", "NemotronH"])
@@ -110,8 +152,12 @@ def test_layers_that_keep_a_state_are_refused(name: str) -> None:
     """The state would hold candidates that were not accepted."""
     hybrid = getattr(sglang.srt.configs, f"{name}Config")()
     with pytest.raises(ValueError, match=f"{name}ForCausalLM .*keep a state.* ADASERVE"):
-        require_no_state(model_config(hybrid, f"{name}ForCausalLM"))
-    require_no_state(model_config(transformers.Qwen3Config(), "Qwen3ForCausalLM"))
+        require_served(model_config(hybrid, f"{name}ForCausalLM"))
+    plain = model_config(transformers.Qwen3Config(), "Qwen3ForCausalLM")
+    require_served(plain)
+    plain.model_is_mrope = True
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM .*M-RoPE.*without --speculative-algorithm"):
+        require_served(plain)
 
 
 def test_positions_that_neighbours_change_are_refused() -> None:

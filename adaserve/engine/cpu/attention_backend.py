@@ -51,8 +51,7 @@ class CpuAttentionBackend(AttentionBackend):
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        scores, positions = Scores.of(layer, sinks), forward_batch.positions
-        return attend(heads.float(), keys, values, self.plan, scores, positions).to(q.dtype)
+        return attend(heads.float(), keys, values, self.plan, Scores.of(layer, sinks)).to(q.dtype)
 
     forward_decode = forward_extend
 

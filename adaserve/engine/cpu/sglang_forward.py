@@ -42,7 +42,7 @@ class SGLangForward:
             seq_lens_cpu=prefix_lens,
             seq_lens_sum=int(prefix_lens.sum()),
             out_cache_loc=inputs.slots,
-            positions=inputs.positions,
+            positions=inputs.positions.clone(),  # to which Gemma 3 adds 1, in place
             spec_algorithm=self._runner.spec_algorithm,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from adaserve.engine.gpu.layout import Extent, change_windows, unpack
-from adaserve.engine.plain_attention import require_no_more
+from adaserve.engine.plain_attention import plain_layers, require_no_more
 from adaserve.engine.trees.attention import Scores, TreeAttentionPlan, attend, indptr
 
 
@@ -76,8 +76,8 @@ class TreeKernel(Protocol):
     def run(
         self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, positions: Tensor | None = None
     ) -> Tensor:
-        """q [T, heads, D] over the pool's keys and values -> [T, heads * D]. ``positions``: as in ``attend``,
-        on the device; those of padding may be any."""
+        """q [T, heads, D] over the pool's keys and values -> [T, heads * D]. ``positions`` int64 [T], needed
+        where ``scores`` have a window; those of padding may be any."""
         ...
 
 
@@ -121,7 +121,8 @@ class SdpaKernel:
     def run(
         self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, positions: Tensor | None = None
     ) -> Tensor:
-        return attend(q.float(), keys, values, self.tree_plan, scores, positions).to(q.dtype)
+        plan = replace(self.tree_plan, positions=positions)
+        return attend(q.float(), keys, values, plan, scores).to(q.dtype)
 
 
 def set_out(kernel: TreeKernel, extent: Extent, device: torch.device) -> None:
@@ -145,6 +146,8 @@ class TreeAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.kv_index_translator = getattr(runner, "kv_index_translator", None)
         self.kernel: TreeKernel | None = None
+        self.positions: Tensor | None = None
+        self.slides = any(Scores.of(layer).window for layer in plain_layers(runner.model))
 
     @property
     def plan(self) -> TreeAttentionPlan:
@@ -173,7 +176,7 @@ class TreeAttentionBackend(AttentionBackend):
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        return self.kernel.run(heads, keys, values, Scores.of(layer, sinks), forward_batch.positions)
+        return self.kernel.run(heads, keys, values, Scores.of(layer, sinks), self.positions)
 
     forward_decode = forward_extend
 

@@ -152,7 +152,7 @@ def attend_fused(
     scores: Scores, positions: Tensor | None, workspace: Workspace, cut: Cut,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D] over ``slots`` of a pool's keys and values [slots, key heads, D] -> [T, heads, D].
-    ``positions``: as in ``attend``."""
+    ``positions``: as in ``TreeKernel.run``."""
     (tokens, heads, dim), kv_heads = q.shape, keys.shape[1]
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     if window is None:

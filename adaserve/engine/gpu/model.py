@@ -96,7 +96,7 @@ class SGLangCall:
 
     def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
         with self._around(inputs, rows, kernel) as batch:
-            output = self._runner.model.forward(inputs.tokens, inputs.positions, batch)
+            output = self._runner.model.forward(inputs.tokens, batch.positions, batch)
         return Output(output.next_token_logits[inputs.wanted])
 
     @contextmanager
@@ -104,7 +104,10 @@ class SGLangCall:
         self, inputs: Inputs, rows: int, kernel: TreeKernel, spec_info: Any = None
     ) -> Iterator[ForwardBatch]:
         """What SGLang's models are called with, and what they find around them."""
-        runner, unread = self._runner, self._unread.expand(rows)
+        runner, unread, positions = self._runner, self._unread.expand(rows), inputs.positions
+        self._backend.kernel, self._backend.positions = kernel, positions
+        if self._backend.slides:
+            positions = positions.clone()  # to which Gemma 3 adds 1, in place
         batch = ForwardBatch(
             # The modes that give logits of every token, and of the last one of each request.
             forward_mode=ForwardMode.TARGET_VERIFY if inputs.q_lens is None else ForwardMode.EXTEND,
@@ -116,14 +119,13 @@ class SGLangCall:
             seq_lens_cpu=torch.ones(rows, dtype=torch.int64),
             seq_lens_sum=rows,
             out_cache_loc=inputs.slots,
-            positions=inputs.positions,
+            positions=positions,
             spec_info=spec_info,
             spec_algorithm=runner.spec_algorithm,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             next_token_logits_buffer=inputs.room,
             return_hidden_states_before_norm=False,
         )
-        self._backend.kernel = kernel
         context = ForwardContext(attn_backend=self._backend)
         with (
             torch.no_grad(),

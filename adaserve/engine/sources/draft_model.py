@@ -20,7 +20,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import DraftKind, draft_kind, other_size, require_known_head
-from adaserve.engine.plain_attention import require_no_state, require_windows
+from adaserve.engine.plain_attention import require_served, require_windows
 from adaserve.errors import UnsupportedError
 from adaserve.fingerprint import local_folder
 from adaserve.host import on_device
@@ -127,7 +127,7 @@ class _DraftWorker(TpModelWorker):
     def _init_model_config(self) -> None:
         self.model_config = draft_config(self.server_args, self._path, context_length=self.context_length)
         require_known_head(self.model_config.hf_config.architectures, self._path)
-        require_no_state(self.model_config)
+        require_served(self.model_config)
 
 
 _HEAD_NAMES: dict[DraftKind, str] = {"eagle3": "EAGLE-3 head", "mtp": "MTP layer"}

@@ -28,6 +28,8 @@ class TreeAttentionPlan:
     # bool, per request row-major [q_i x kv_i], concatenated; None: causal, where the q_i queries are the last
     # q_i keys.
     custom_mask: torch.Tensor | None = None
+    # int64 [T], places of the queries in their texts; needed where a layer has a sliding window.
+    positions: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.qo_indptr.numel() != self.kv_indptr.numel():
@@ -129,6 +131,7 @@ def attention_plan(
         kv_indptr=torch.from_numpy(indptr(batch.kv_lens).astype(np.int32)),
         kv_indices=torch.from_numpy(kv_slots),
         custom_mask=None if mask is None else torch.from_numpy(mask),
+        positions=torch.from_numpy(batch.positions),
     )
 
 
@@ -161,10 +164,12 @@ def window_mask(q_lens: np.ndarray, kv_lens: np.ndarray, seen: np.ndarray) -> np
 
 def causal_plan(kv_slots: torch.Tensor, q_lens: np.ndarray, kv_lens: np.ndarray) -> TreeAttentionPlan:
     """Each row's q tokens are the last ones of its keys, which stand at ``kv_slots``, row after row."""
+    before = kv_lens - q_lens.cumsum()  # first positions, less the places of first queries
     return TreeAttentionPlan(
         qo_indptr=torch.from_numpy(indptr(q_lens).astype(np.int32)),
         kv_indptr=torch.from_numpy(indptr(kv_lens).astype(np.int32)),
         kv_indices=kv_slots,
+        positions=torch.from_numpy(before.repeat(q_lens) + np.arange(q_lens.sum())),
     )
 
 
@@ -174,13 +179,11 @@ def attend(
     v_buffer: torch.Tensor,
     plan: TreeAttentionPlan,
     scores: Scores,
-    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, heads, D] against each request's slots -> [T, heads * D]; a query that sees nothing gives 0.
 
-    ``positions`` int64 [T]: of the queries in their texts; needed where ``scores`` have a window. Keys then
-    stand at their positions, all but candidates, of which those that the mask shows are near enough: windows
-    are longer than trees are deep.
+    Where ``scores`` have a window, keys stand at their positions, all but candidates, of which those that the
+    mask shows are near enough: windows are longer than trees are deep.
     """
     out = torch.zeros_like(q)
     for (q0, q1, k0, k1), shown in zip(plan.spans, plan.masks, strict=True):
@@ -188,8 +191,8 @@ def attend(
             continue
         first, mask = 0, shown
         if scores.window:
-            assert positions is not None
-            oldest = positions[q0:q1, None] - scores.window
+            assert plan.positions is not None
+            oldest = plan.positions[q0:q1, None] - scores.window
             first = max(0, int(oldest.min()))  # of the keys that any of them sees
             mask = shown[:, first:] & (torch.arange(first, k1 - k0, device=q.device) >= oldest)
         slots = plan.kv_indices[k0 + first : k1]
