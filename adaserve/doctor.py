@@ -131,14 +131,7 @@ def check_accelerator() -> list[Finding]:
                 "a GPU is not needed for the demo",
             )
         ]
-    return [
-        Finding(
-            "Accelerator",
-            "note",
-            "no CUDA device, and another platform was chosen",
-            "unset SGLANG_USE_CPU_ENGINE",
-        )
-    ]
+    return [Finding("Accelerator", "note", "no CUDA device, and AdaServe's CPU platform stands back")]
 
 
 def check_sglang(installed: str | None = None) -> list[Finding]:
@@ -152,7 +145,7 @@ def check_sglang(installed: str | None = None) -> list[Finding]:
 
 
 def check_entry_points(on_cpu: bool | None = None) -> list[Finding]:
-    """SGLang finds AdaServe by entry points, and two environment variables can hide them."""
+    """SGLang finds AdaServe by entry points, and three environment variables can hide them."""
     findings, names = [], []
     for what, group in (("Plugin", "sglang.srt.plugins"), ("CPU platform", "sglang.srt.platforms")):
         ours = [e for e in entry_points(group=group) if e.value.startswith("adaserve.")]
@@ -176,20 +169,43 @@ def _hidden(names: list[str], on_cpu: bool) -> list[Finding]:
     if chosen and not (on_cpu and chosen in names[1:]):  # then SGLang leaves out the plugin as well
         remedy = f"set it to {names[-1]}, or unset it" if on_cpu and names else "unset it"
         findings.append(Finding("Plugin", "missing", f"SGLANG_PLATFORM={chosen}", remedy))
+    if _asks_for_cpu_engine():
+        found = "SGLANG_USE_CPU_ENGINE=1 asks for SGLang's own, even beside a GPU"
+        findings.append(Finding("CPU platform", "missing", found, "unset it"))
     return findings
 
 
-def _platform_is_there() -> bool:
-    """SGLang does not load where the environment names a platform that is not there: that is said once."""
-    chosen = os.environ.get("SGLANG_PLATFORM")
-    return not chosen or chosen in entry_points(group="sglang.srt.platforms").names
+def _asks_for_cpu_engine() -> bool:
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 
-def check_hooks() -> list[Finding]:
-    """Registers all hooks, as a server does."""
-    if not _platform_is_there():
+def check_settings() -> list[Finding]:
+    """What the environment sets for all servers, if anything."""
+    from adaserve.config import ENV, AdaServeConfig, ConfigError
+
+    if ENV not in os.environ:
         return []
     try:
+        AdaServeConfig.load()
+    except ConfigError as error:
+        return [Finding("Settings", "missing", str(error), f"mend {ENV}, or unset it")]
+    return [Finding("Settings", "ok", ENV)]
+
+
+def check_engine() -> list[Finding]:
+    """What a server loads. Where the environment names a platform that is not there, SGLang does not load,
+    and that is said already."""
+    chosen = os.environ.get("SGLANG_PLATFORM")
+    if _asks_for_cpu_engine() or (chosen and chosen not in entry_points(group="sglang.srt.platforms").names):
+        return []
+    return [*_hooks(), *_compiler()]
+
+
+def _hooks() -> list[Finding]:
+    """Registers all hooks, as a server does."""
+    try:
+        import sglang.srt.managers.scheduler  # noqa: F401  (what it lacks is no fault of the first hook)
+
         from adaserve import patches
 
         if not patches.targets:
@@ -199,9 +215,7 @@ def check_hooks() -> list[Finding]:
     return [Finding("Hooks", "ok", f"{len(set(patches.targets))} places in SGLang")]
 
 
-def check_compiler() -> list[Finding]:
-    if not _platform_is_there():
-        return []
+def _compiler() -> list[Finding]:
     from adaserve.engine.cpu.build import BuildError, find_compiler
 
     try:
@@ -292,8 +306,8 @@ CHECKS: tuple[Callable[[], list[Finding]], ...] = (
     check_accelerator,
     check_sglang,
     check_entry_points,
-    check_hooks,
-    check_compiler,
+    check_settings,
+    check_engine,
     check_cuda_toolkit,
     check_pair,
     check_profile,

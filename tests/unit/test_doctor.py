@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,8 @@ def test_hidden_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
         ("SGLANG_PLATFORM", "another", True, "set it to adaserve_cpu, or unset it"),
         ("SGLANG_PLATFORM", "adaserve_cpu", True, None),
         ("SGLANG_PLATFORM", "adaserve_cpu", False, "unset it"),
+        ("SGLANG_USE_CPU_ENGINE", "1", False, "unset it"),
+        ("SGLANG_USE_CPU_ENGINE", "0", True, None),
     ],
 )
 def test_what_hides_the_plugin_or_the_platform_is_named(
@@ -113,11 +116,29 @@ def test_what_hides_the_plugin_or_the_platform_is_named(
     assert missing == ([] if remedy is None else [remedy])
 
 
+@pytest.mark.parametrize(("variable", "value"), [("SGLANG_PLATFORM", "cuda"), ("SGLANG_USE_CPU_ENGINE", "1")])
 def test_what_follows_from_a_platform_that_is_not_there_is_not_said_too(
-    monkeypatch: pytest.MonkeyPatch,
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SGLANG_PLATFORM", "cuda")
-    assert doctor.check_hooks() + doctor.check_compiler() == []
+    monkeypatch.setenv(variable, value)
+    assert doctor.check_engine() == []
+
+
+def test_an_sglang_that_does_not_load_is_not_called_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", None)
+    finding = doctor.check_engine()[0]
+    assert finding.state == "missing" and "import of sglang.srt.managers.scheduler" in finding.found
+
+
+@pytest.mark.parametrize("value", ['{"policy": ', '{"policy": "fastest"}'])
+def test_settings_that_no_server_takes(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ADASERVE_CONFIG", raising=False)
+    assert doctor.check_settings() == []
+    monkeypatch.setenv("ADASERVE_CONFIG", value)
+    (finding,) = doctor.check_settings()
+    assert finding.state == "missing" and "ADASERVE_CONFIG" in finding.remedy
+    monkeypatch.setenv("ADASERVE_CONFIG", '{"policy": "none"}')
+    assert doctor.check_settings()[0].state == "ok"
 
 
 def test_profiles(tmp_path: Path) -> None:
