@@ -14,16 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch
 from rich.console import Console
 
 from adaserve.bench.display import progress
 from adaserve.bench.markdown import table
+from adaserve.cores import usable_memory
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.trees.attention import TreeAttentionPlan
+from adaserve.errors import UserError
 from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.pair.model import rope
@@ -178,7 +181,8 @@ def _measure(
 def run_kernels(plan: KernelPlan, console: Console) -> None:
     """Measures, prints the tables and writes ``<set>.json`` and ``<set>.md`` below ``plan.out``.
 
-    Raises BuildError where the kernels cannot be compiled.
+    Raises BuildError where the kernels cannot be compiled, and UserError where the longest context does not
+    fit into memory.
     """
     made = provenance()
     torch.set_num_threads(plan.threads)
@@ -186,6 +190,7 @@ def run_kernels(plan: KernelPlan, console: Console) -> None:
     cases = [Case(q, c) for c in plan.contexts for q in plan.queries]
     wide = replace(widened_shape(TARGET, Width()), layers=plan.layers)
     slim = replace(TARGET, mlp=32)
+    require_memory(kv_bytes(slim, max(plan.contexts) + max(plan.queries)))
     products = {s: _measure(plan, wide, s, batches, console) for s in plan.storages}
     attention = _measure(plan, slim, "fp32", cases, console)
     bandwidth = read_bandwidth()
@@ -228,6 +233,17 @@ def _product_table(plan: KernelPlan, products: dict[Storage, list[Row]]) -> str:
 def kv_bytes(shape: Shape, context: int) -> int:
     """Of the fp32 keys and values of that many tokens."""
     return 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim * context
+
+
+def require_memory(kv: int) -> None:
+    """Raises UserError where so many bytes of keys and values, and a quarter of that for what comes with
+    them, do not fit into the memory that is free: the kernel would end this program, or others."""
+    free = min(psutil.virtual_memory().available, usable_memory())
+    if kv * 5 // 4 > free:
+        raise UserError(
+            f"keys and values would take {kv / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB of memory are "
+            "free: give shorter --contexts"
+        )
 
 
 def _attention_table(plan: KernelPlan, rows: Sequence[Row], shape: Shape, bandwidth: float) -> str:

@@ -9,10 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from adaserve.bench import kernels
 from adaserve.bench.kernels import Case, KernelPlan, in_turns, kv_bytes, run_kernels
+from adaserve.cli import app
 from adaserve.engine.cpu import build
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.shape import TARGET, shape_of
@@ -41,6 +44,16 @@ def test_keys_and_values_of_a_token() -> None:
 def test_contexts_may_be_of_any_length() -> None:
     plan = KernelPlan((1,), ("fp32",), (1,), (65_600,), 1, 1, 1, (), None, None)
     run_kernels(plan, Console(quiet=True))
+
+
+@pytest.mark.parametrize("command", ["kernels", "context"])
+def test_contexts_beyond_memory_are_refused_before_anything_is_made(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "usable_memory", lambda: 2**20)
+    monkeypatch.setattr(torch, "randn", None)
+    ended = CliRunner().invoke(app, ["bench", command, "--contexts", "300"])
+    assert ended.exit_code == 2 and "give shorter --contexts" in ended.output
 
 
 def test_tables_are_written_for_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

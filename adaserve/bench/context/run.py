@@ -20,7 +20,7 @@ from rich.console import Console
 from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreement
 from adaserve.bench.context.report import Cell, Mode, table, write
 from adaserve.bench.display import progress
-from adaserve.bench.kernels import SETS, forward_inputs, in_turns, random_model
+from adaserve.bench.kernels import SETS, forward_inputs, in_turns, kv_bytes, random_model, require_memory
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
@@ -116,7 +116,8 @@ def best_cells(
 def run_context(plan: ContextPlan, console: Console) -> None:
     """Measures, prints the table and writes ``<set>.json``, ``.md`` and ``.png`` below ``plan.out``.
 
-    Raises BuildError where the kernels cannot be compiled.
+    Raises BuildError where the kernels cannot be compiled, and UserError where the requests with the longest
+    context do not fit into memory.
     """
     made = provenance()
     torch.set_num_threads(plan.threads)
@@ -124,13 +125,15 @@ def run_context(plan: ContextPlan, console: Console) -> None:
     folders = weights_folder() / "target", weights_folder() / "draft"
     positions = max(plan.contexts) + max(VERIFIED)
     slots = max(plan.requests) * positions
-    wide, slim = (_shape(folder) for folder in folders)
+    shipped, slim = (_shape(folder) for folder in folders)
+    wide = widened_shape(shipped, Width())
+    require_memory(kv_bytes(wide, slots) + kv_bytes(slim, slots))
     cases = [(n, c) for c in plan.contexts for n in plan.requests]
     cells: list[Cell] = []
     points: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}  # of the target, of the draft
     with progress(console) as bar:
         agreed = measure_agreement(*folders, modes, plan.text, WIDTHS, DEEPEST, bar)
-        target = SyntheticCache(widened_shape(wide, Width()), positions, plan.storage, slots)
+        target = SyntheticCache(wide, positions, plan.storage, slots)
         draft = SyntheticCache(slim, positions, plan.storage, slots)
         for n, context in bar.track(cases, description="requests x context"):
             every = in_turns(steps(target, draft, modes, n, context), plan.rounds)
