@@ -142,8 +142,10 @@ def bench_serve(
         return _show_plan(settings)
     folder = out if out is not None else new_results_dir(Path("results"), tag)
     summary = run_bench(settings, folder, processes, console)
-    _print_outcome(summary, folder, console)
-    write_report([read_run(folder)], folder)
+    try:
+        write_report([read_run(folder)], folder)
+    finally:  # printed last: the reader of a pipe may be gone, which ends the command
+        _print_outcome(summary, folder, console)
     if not summary["valid"]:
         raise typer.Exit(DOES_NOT_COUNT)
     check_attainment(summary, fail_under_attainment)

@@ -68,8 +68,8 @@ def run_demo(
         settings = {name: partial(server.set_policy, name) for name in dict.fromkeys((policy, PLAIN))}
         turns = Turns(server, settings, config, folder)
         summaries = turns.play(console)
-    _show(summaries, folder)
     page = write_report([read_run(folder / name) for name in summaries], folder, png=False)
+    _show(summaries, folder)
     say(console, f"requests and summaries: {folder}\nreport: {page}")
 
 
@@ -136,10 +136,9 @@ def _show(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
             made.add_row(name, policy, *class_cells(summary if name == "all" else summary["by_class"][name]))
         made.add_section()
     made.caption = _caption(summaries)
-    console = Console()
-    console.print(made)
     with open(folder / "table.txt", "w", encoding="utf-8") as file:
         Console(file=file, width=110).print(made)
+    Console().print(made)
 
 
 def _caption(summaries: dict[str, dict[str, Any]]) -> str:

@@ -206,9 +206,9 @@ def main(
     if cold:
         parts += ["Iterations of `priced`, median microseconds:", cold_table(repeats)]
     text = "\n\n".join(parts) + "\n"
-    print(text)
     if out:
         out.write_text(text, encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import io
 import json
+import os
 import re
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -162,6 +164,20 @@ def test_only_all_is_100_percent(tmp_path: Path) -> None:
     assert class_cells(run.summary)[5] == "99.96"
     live = {"name": "all", "requests": 2500, "failed": 0, "attainment": 0.9996, "good_tokens": 0}
     assert display_row(live)["attainment"] == "99.96"
+
+
+def test_the_page_is_there_though_nobody_reads_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `adaserve bench serve | true`."""
+    out = folder(tmp_path / "run", [record(1)])
+    monkeypatch.setattr(bench, "run_bench", lambda *_: read_run(out).summary)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as unread, pytest.raises(SystemExit):
+        monkeypatch.setattr(sys, "stdout", unread)
+        app(["bench", "serve", "--out", str(out)])
+    assert (out / "report.html").exists()
 
 
 @pytest.mark.parametrize("accept_length", [4.16, None])

@@ -229,6 +229,8 @@ def capacity(
                 return float(summaries[n]["slo_attainment"])
 
             answer = min_replicas(attain, target, most)
+    if out:
+        write_json(out, asdict(answer))
     if recorded:
         said = "--profile says" if profile else f"{model} on {tp} {gpu} would take"
         print(f"iterations take {of.slowdown:.2f} times what {said}: as the recorded ones did")
@@ -236,8 +238,6 @@ def capacity(
         print(f"{_replicas(n):>14}: {percent(got, 2)}% attained{_first_tokens(summaries[n])}")
     none = "no number reaches it" if most == len(loaded) else f"more than {most}"
     print(f"minimum replicas for {100 * target:g}% attainment: {answer.replicas or none}")
-    if out:
-        write_json(out, asdict(answer))
 
 
 def _first_tokens(summary: dict[str, Any]) -> str:
@@ -282,9 +282,9 @@ def fleet(
     with progress(console) as bar:
         task = bar.add_task("requests", total=len(loaded))
         served = of.serve(loaded, replicas, router, lambda done: bar.update(task, completed=done))
-    print(json.dumps(served, indent=1))
     if out:
         write_json(out, served)
+    print(json.dumps(served, indent=1))
 
 
 @app.command()
@@ -357,7 +357,7 @@ def context(
 
     with _refusing():
         found = simulate_context(model, gpu, tp, requests, contexts, window, acceptance, own_acceptance)
-    print(found.text)
     if out:
         more = {"command": command_line(), "inflection_tokens": found.inflections}
         write(out, "context", found.title, found.text, found.cells, more)
+    print(found.text)

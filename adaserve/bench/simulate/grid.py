@@ -193,11 +193,11 @@ def run_and_report(
         rows = run_grid(cases, setting, out, show, records)
         bar.update(task, completed=bar.tasks[task].total)
     text = markdown(rows)
-    print(text)
     if out:
         (out / "table.md").write_text(text + "\n", encoding="utf-8")
         write_json(out / "summary.json", [r["summary"] for r in rows])
         plot_violations(rows, out / "violations.png")
+    print(text)
 
 
 def _plain(value: Any) -> Any:

@@ -44,10 +44,10 @@ def write_all(store: Store, readme: Path | None, console: Console) -> list[str]:
     write_json(store.folder / "summary.json", summary(results))
     figures = draw_all(results, store.folder)
     (store.folder / "README.md").write_text(_page(results, figures), encoding="utf-8")
-    if (verdicts := _verdict_table(results)).row_count:  # the default policy may not have played yet
-        console.print(verdicts)
     if readme is not None:
         fill_readme(readme, results)
+    if (verdicts := _verdict_table(results)).row_count:  # the default policy may not have played yet
+        console.print(verdicts)
     return ["README.md", "summary.json", *figures, *([str(readme)] if readme is not None else [])]
 
 
