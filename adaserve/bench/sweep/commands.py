@@ -119,6 +119,7 @@ def _prepared(options: Options) -> tuple[Store, SweepPlan, dict[str, dict[str, A
     """Folder, plan, and the server's flags and specification. Raises SweepError, SLOError, TraceError,
     ConfigError, ServerError where they cannot be meant, before anything starts."""
     store = Store(options.out or new_results_dir(Path("results"), "sweep"))
+    store.refuse_other()
     plan, settings = plan_of(options, store), server_settings(options, store)
     for axis in plan.axes:
         for _, point in plan.points(axis):

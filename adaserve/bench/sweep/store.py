@@ -36,12 +36,14 @@ class Store:
     def exists(self) -> bool:
         return (self.folder / "sweep.json").is_file()
 
-    def create(self) -> None:
-        """Makes the folder; refuses one with other content. Raises SweepError."""
+    def refuse_other(self) -> None:
+        """Raises SweepError where the folder holds something other than a sweep."""
         if not self.exists and self.folder.exists() and any(self.folder.iterdir()):
             raise SweepError(
                 f"{self.folder} holds something other than a sweep: give another folder with --out"
             )
+
+    def create(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
         (self.work / ".gitignore").write_text("*\n")
 

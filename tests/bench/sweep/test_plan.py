@@ -315,8 +315,9 @@ def test_a_line_that_was_cut_off_costs_its_own_case_only(tmp_path: Path) -> None
     assert set(store.cases()) == {"a", "c"}
 
 
-def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--plan-only",)])
+def test_a_folder_with_something_else_is_left_alone(more: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("x")
-    with pytest.raises(SweepError, match="another folder"):
-        Store(tmp_path).create()
+    done = CliRunner().invoke(app, ["bench", "sweep", "--out", str(tmp_path), *more])
+    assert done.exit_code == 2 and "another folder" in done.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["precious.txt"]
