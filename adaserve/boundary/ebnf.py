@@ -69,7 +69,7 @@ class _Writer:
             raise RequestError(f"{self.name} has no rule named {rule[:60]!r}")
         if self._open[rule] >= self.depth:
             return CUT
-        if sum(self._open.values()) > MAX_GRAMMAR_DEPTH:
+        if sum(self._open.values()) >= MAX_GRAMMAR_DEPTH:
             raise TooLargeError(
                 f"{self.name} may have at most {MAX_GRAMMAR_DEPTH} rules inside of each other"
             )

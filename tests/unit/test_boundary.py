@@ -528,6 +528,15 @@ def test_groups_are_counted_whatever_stands_between_them(expression: str) -> Non
         check_request({"input_ids": [1], "sampling_params": {"regex": expression}}, LIMITS)
 
 
+def test_rules_may_use_each_other_64_deep() -> None:
+    deepest = "".join(f"r{i} ::= r{i + 1}\n" for i in range(1, 63)) + 'r63 ::= "a"'
+    params = {"ebnf": f"root ::= r1\n{deepest}"}
+    check_request({"input_ids": [1], "sampling_params": params}, LIMITS)
+    params = {"ebnf": f"root ::= r0\nr0 ::= r1\n{deepest}"}
+    with pytest.raises(RequestError, match="at most 64 rules inside of each other"):
+        check_request({"input_ids": [1], "sampling_params": params}, LIMITS)
+
+
 @pytest.mark.parametrize(
     ("field", "text"),
     [
