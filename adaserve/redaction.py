@@ -11,23 +11,24 @@ SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 HIDDEN = "<redacted>"
 
 OTHER = "--ssl-keyfile"
-"""A flag of SGLang's that looks like one of these, cut short. The command line takes what is cut short,
-too."""
+"""A flag of SGLang's that looks like one of these, cut short."""
 
 _FLAGS = ["--" + name.replace("_", "-") for name in SECRETS]
-_INSIDE = re.compile(rf"((?:{'|'.join(_FLAGS)})[= ])('[^']*'|\"[^\"]*\"|\S+)")
-"""Such a flag with its value, in a word that holds several."""
+_CUT_SHORT = {flag[:n] for flag in _FLAGS for n in range(3, len(flag) + 1)} - {OTHER}
+"""SGLang's command line takes them, too."""
+_INSIDE = re.compile(
+    rf"(?<![\w-])(?!\A--api=)((?:{'|'.join(sorted(_CUT_SHORT))})[= ])('[^']*'|\"[^\"]*\"|\S+)"
+)
+"""Such a flag with its value, in a word that holds several for a server. ``--api=chat`` is one of ours."""
 
 
 def without_secrets(argv: Sequence[str], cut_short: bool = True) -> Iterator[str]:
     """The words of a command line, with secrets hidden; also in a word that holds flags for a server, such as
     ``"--api-key k --host h"``. ``cut_short``: whether the command takes flags that are."""
-    is_value = False
+    flags, is_value = _CUT_SHORT if cut_short else _FLAGS, False
     for argument in argv:
         name, joined, _ = argument.partition("=")
-        is_flag = name in _FLAGS
-        if cut_short and len(name) > 2 and name != OTHER:
-            is_flag = any(flag.startswith(name) for flag in _FLAGS)
+        is_flag = name in flags
         if is_value:
             yield HIDDEN
         elif is_flag and joined:

@@ -330,7 +330,9 @@ def test_configuration_survives_saving(tmp_path: Path) -> None:
         (["--api-key=k-1 k-2"], "'--api-key=<redacted>'"),
         (["--flags", "--admin-api-key k-1 --host h"], "--flags '--admin-api-key <redacted> --host h'"),
         (["--flags=--api-key=k-1"], "'--flags=--api-key=<redacted>'"),
+        (["--flags", "--api-k k-1 --ssl-keyfile f"], "--flags '--api-k <redacted> --ssl-keyfile f'"),
         (["--api", "chat", "--api-key", "--api-key"], "--api chat --api-key '<redacted>'"),
+        (["--api=chat", "--ssl-keyfile=f"], "--api=chat --ssl-keyfile=f"),
     ],
 )
 def test_a_recorded_command_shows_no_keys(monkeypatch, typed: list[str], told: str) -> None:
