@@ -23,6 +23,7 @@ from adaserve.cli import app
 from adaserve.loadgen import bench
 from adaserve.loadgen.bench import class_cells, class_table
 from adaserve.loadgen.report import build_charts, group_runs, write_report
+from adaserve.loadgen.results import write_summary
 from adaserve.loadgen.run_folder import Run, read_run
 from adaserve.loadgen.web_tab import display_row
 from adaserve.slo.metrics import RequestRecord, percent
@@ -31,9 +32,11 @@ from adaserve.slo.metrics import RequestRecord, percent
 def record(number: int, slo_class: str = "coding", **values: Any) -> RequestRecord:
     """A request every half second that meets its SLO."""
     at_s = number / 2
+    usual: dict[str, Any] = {"slo_ttft_ms": None, "last_token_s": at_s + 0.3, "output_tokens": 11}
     made = RequestRecord(
-        str(number), slo_class, None, 30.0, at_s, at_s, at_s + 0.1, at_s + 0.3, output_tokens=11, **values
-    )
+        id=str(number), slo_class=slo_class, slo_tpot_ms=30.0, scheduled_s=at_s, sent_s=at_s,
+        first_token_s=at_s + 0.1, **(usual | values),
+    )  # fmt: skip
     made.judge()
     return made
 
@@ -164,6 +167,24 @@ def test_only_all_is_100_percent(tmp_path: Path) -> None:
     assert class_cells(run.summary)[5] == "99.96"
     live = {"name": "all", "requests": 2500, "failed": 0, "attainment": 0.9996, "good_tokens": 0}
     assert display_row(live)["attainment"] == "99.96"
+
+
+def test_the_documentation_computes_the_figures_of_the_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From records of every kind: of the warm-up, failed, cut off, late, of one token, without an SLO."""
+    records = [record(number, last_token_s=number / 2 + 0.2 + number / 20) for number in range(10)]
+    records += [record(10, error="HTTP 503"), record(11, error="client_disconnect", slo_ttft_ms=None)]
+    records += [record(12, output_tokens=1), record(13, slo_ttft_ms=50.0)]
+    written = write_summary(folder(tmp_path / "run", records), 1.0, {}, [])
+    page = Path(__file__).resolve().parents[2] / "docs" / "load-testing.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path / "run")
+    exec(code, found := dict[str, Any]())
+    assert 0.1 < found["attainment"] < 0.9
+    assert found["attainment"] == pytest.approx(written["slo_attainment"], abs=1e-6)
+    for name in ("ttft", "tpot"):
+        assert found[f"{name}_ms"].mean() == pytest.approx(written[f"mean_{name}_ms"], abs=1e-4)
 
 
 def test_the_page_is_there_though_nobody_reads_the_table(
