@@ -195,7 +195,8 @@ def run_and_report(
     text = markdown(rows)
     if out:
         (out / "table.md").write_text(text + "\n", encoding="utf-8")
-        write_json(out / "summary.json", [r["summary"] for r in rows])
+        summaries = [{k: r[k] for k in ("workload", "load_rps")} | r["summary"] for r in rows]
+        write_json(out / "summary.json", summaries)
         plot_violations(rows, out / "violations.png")
     print(text)
 
