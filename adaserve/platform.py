@@ -38,6 +38,7 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         if os.environ.get(OVERLAP_ENV, "0") != "1":
             server_args.disable_overlap_schedule = True  # nothing runs beside a CPU
         server_args.disable_cuda_graph = True
+        server_args.disable_hybrid_swa_memory = True  # CpuAttentionBackend knows one pool
         short_spins(os.environ)  # of the scheduler, which is not started yet
         # Compiled operators would start a compiler in the middle of a request (repetition penalties do).
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
