@@ -9,9 +9,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import shutil
 import time
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -48,6 +48,7 @@ class Version(msgspec.Struct):
     draft: str  # the checkpoint that it began as
     correction: Correction = Correction()  # of how that one is read
     began_as: str = ""  # `fingerprint_of` that checkpoint; "" = not known
+    sha256: str = ""  # of its file of weights; "" = not known
 
 
 class Versions:
@@ -76,7 +77,7 @@ class Versions:
         self.folder.mkdir(parents=True, exist_ok=True)
         past = self.history()
         version.number = 1 + max((v.number for v in past), default=0)
-        version.at = time.time()
+        version.at, version.sha256 = time.time(), sha256(weights).hexdigest()
         _replace(self._file(version.number), weights)
         torn = any(not line.endswith(b"\n") for line in self._lines()[-1:])
         with (self.folder / _HISTORY).open("ab") as file:
@@ -109,7 +110,6 @@ class Versions:
             if not number:
                 return None
             version = self._known(number)
-            weights = self._file(number).read_bytes()
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -121,7 +121,7 @@ class Versions:
             raise VersionError(
                 f"{self.folder} holds drafts that began as {version.draft}, {not_as}: give another folder"
             )
-        return version, weights
+        return version, self._weights(version)
 
     def claim(self) -> int:
         """No other server may keep drafts here until this process ends, or closes the descriptor that this
@@ -155,9 +155,21 @@ class Versions:
                 f"{version.draft}, whose configuration is needed, has other weights than version {number} "
                 "began with"
             )
+        weights = self._weights(version)
         copy_companions(Path(version.draft), out)
         load_sharpening(Path(version.draft)).corrected(version.correction).save(out)
-        shutil.copy(self._file(number), out / PLAIN_NAME)
+        (out / PLAIN_NAME).write_bytes(weights)
+
+    def _weights(self, version: Version) -> bytes:
+        """As they were kept. Raises DamagedError."""
+        file = self._file(version.number)
+        try:
+            weights = file.read_bytes()
+        except OSError as error:
+            raise DamagedError(f"{file} cannot be read: {error.strerror}") from error
+        if version.sha256 and version.sha256 != sha256(weights).hexdigest():
+            raise DamagedError(f"{file} is damaged")
+        return weights
 
     def _known(self, number: int) -> Version:
         for version in self.history():

@@ -145,7 +145,16 @@ def test_a_damaged_folder_is_no_other_drafts_folder(tmp_path: Path) -> None:
             versions.current("/models/draft")
     versions.choose(1)
     restarted(versions)
-    (tmp_path / "draft-00001.safetensors").unlink()
+    weights = tmp_path / "draft-00001.safetensors"
+    for written in (b"", b"weight", b"weights 3"):
+        weights.write_bytes(written)
+        with pytest.raises(DamagedError, match=f"{weights} is damaged"):
+            versions.current("/models/draft")
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(DamagedError, match=f"{weights} cannot be read"):
+        versions.current("/models/draft")
+    weights.rmdir()
     with pytest.raises(DamagedError, match="no version 1"):
         versions.current("/models/draft")
     versions.add(b"weights 2", version())
