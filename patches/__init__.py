@@ -139,6 +139,7 @@ MODULES = {
         "replayed_answers",
         "internal_state",
         "load_reports",
+        "idle_learning",
         "shedding",
     ),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,11 +102,15 @@ class Sheds(Protocol):
         ...
 
 
-class Comparing(Protocol):
+class Learning(Protocol):
     """A draft that learns."""
 
     def serve(self, name: str) -> None:
         """The "first" draft, the "present" one, or that one "held" as it is."""
+        ...
+
+    def look(self, states: Iterable[Any], now_s: float) -> None:
+        """Takes in what the trainer says. ``states``: requests that run, so that it may have to wait."""
         ...
 
 
@@ -128,7 +132,7 @@ class ServedWorker(Protocol):
     def shedder(self) -> Sheds: ...
 
     @property
-    def learner(self) -> Comparing | None:
+    def learner(self) -> Learning | None:
         """None where no draft learns."""
         ...
 

@@ -106,7 +106,8 @@ class Learner:
         self._tap.pauses = name != "present"
 
     def look(self, states: Iterable[RequestState], now_s: float) -> None:
-        """Between two iterations: tells the trainer whether to wait, and takes in what it has to say."""
+        """Between two iterations, or while nothing runs: tells the trainer whether to wait, and takes in what
+        it has to say."""
         if now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s

@@ -82,6 +82,7 @@ TARGETS = {
     f"{MANAGERS}.scheduler.Scheduler.handle_shutdown": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.init_load_inquirer": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.publish_load_snapshot": ["self", "force"],
+    f"{MANAGERS}.scheduler.Scheduler.on_idle": ["self"],
     f"{MANAGERS}.scheduler.Scheduler._abort_on_queued_limit": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.send_abort_output": ["self", "abort_req", "req"],
     f"{MANAGERS}.scheduler.Scheduler._poll_timeout_aborts": ["self"],
