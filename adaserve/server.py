@@ -388,6 +388,11 @@ class ServerProcess:
         return set().union(*map(shared_memory, pids)), set().union(*map(metrics_folders, pids))
 
     @property
+    def code(self) -> int | None:
+        """Exit code of its first process; None while that runs, or where there is none."""
+        return None if self._process is None else self._process.poll()
+
+    @property
     def alive(self) -> bool:
         """Whether the process that was started still runs."""
         return self._process is not None and self._process.poll() is None

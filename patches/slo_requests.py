@@ -20,11 +20,7 @@ from adaserve.patches import hook
 from adaserve.patches.boundary import asks_for_health, refusal
 from adaserve.patches.stream_starts import native_response
 from adaserve.slo.classes import SLOError
-from adaserve.slo.resolve import FromHeaders, read_headers
-
-START_TEXT = "The capital city of France is"
-START_PARAMS = {"temperature": 0, "max_new_tokens": 8}
-"""What SGLang sends to its own server, when that starts: once for each rank."""
+from adaserve.slo.resolve import START_PARAMS, START_TEXT, FromHeaders, read_headers
 
 
 def register() -> None:

@@ -21,6 +21,7 @@ import httpx
 
 from adaserve.cores import usable_cores
 from adaserve.server import ServerError, ServerProcess, api_key, bearer, require_free, url_of
+from adaserve.slo.resolve import START_PARAMS, START_TEXT
 
 ROUTERS = {"sglang-router": "sglang_router", "smg": "smg"}
 """Package and module of each router that is known to work."""
@@ -43,7 +44,7 @@ BASELINE_FLAGS = ("--baseline-ms", "--adaserve-baseline-ms")
 
 _FOLDER_FLAGS = {"--learn-folder", "--adaserve-learn-folder"}
 _POLL_S = 0.5
-_WARM_REQUESTS, _WARM_TOKENS = 4, 32
+_WARM_REQUESTS = 18
 _FLAGS = {
     "--policy": "cache_aware",
     # By default a prompt follows its prefix until one replica has 64 requests more than another one.
@@ -159,16 +160,17 @@ class Fleet:
     def __init__(self, replicas: Sequence[ReplicaSpec], router: RouterSpec, logs: Path) -> None:
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // len(replicas))))
         self.replicas = [
-            ServerProcess(spec, logs / f"replica-{i}.log", {"OMP_NUM_THREADS": threads})
-            for i, spec in enumerate(replicas, 1)
+            ServerProcess(spec, _log(logs, "replica", spec.port), {"OMP_NUM_THREADS": threads})
+            for spec in replicas
         ]
-        self.router = ServerProcess(router, logs / "router.log")
+        self.router = ServerProcess(router, _log(logs, "router", router.port))
         self._specs = list(replicas)
         self._addresses = [(spec.host, spec.port) for spec in replicas]
         self._addresses += [(router.host, port) for port in router.ports]
         self._router_started_s = 0.0
         self._started_s = [0.0] * len(replicas)
         self._retry_s: dict[int, float] = {}  # when those that failed are started again
+        self._starting: set[int] = set()  # those that are started again now
         self._baseline_ms: float | None = None  # of the replica that was started first
         self.notes: list[str] = []  # sentences for those who run it
 
@@ -276,14 +278,15 @@ class Fleet:
         itself. Keeps logs from filling the disk. Raises ServerError."""
         self._repair_router(say)
         for i in range(len(self.replicas)):
-            self._repair_replica(i, say)
+            if i not in self._starting:
+                self._repair_replica(i, say)
 
     def _repair_router(self, say: Callable[[str], None]) -> None:
         router = self.router
         if router.alive:
             _limit(router.log)
             return
-        if time.monotonic() < self._router_started_s + LEAST_LIFE_S:
+        if _died_soon(router, self._router_started_s):
             raise ServerError(_failed("the router", router))
         say(f"the router {router.how}; starting it again. {_kept(router.log)}")
         router.stop()
@@ -296,20 +299,23 @@ class Fleet:
         if replica.alive:
             _limit(replica.log)
             return
-        if i not in self._retry_s and now_s < self._started_s[i] + LEAST_LIFE_S:
+        if i not in self._retry_s and _died_soon(replica, self._started_s[i]):
             self._put_off(i, _failed(what, replica), say)
             return
         if now_s < self._retry_s.get(i, 0.0):
             return
         say(f"{what} {replica.how}; starting it again. {_kept(replica.log)}")
         replica.stop()
+        self._starting.add(i)
         try:
-            # That takes a minute, in which the router may die.
-            self._start(i, lambda _: self._repair_router(say))
+            # That takes a minute, or ten where it hangs, in which others may die.
+            self._start(i, lambda _: self.repair(say))
         except (ServerError, OSError) as error:
             self._repair_router(say)  # it may be what failed
             self._put_off(i, f"{what} cannot be started: {error}", say)
             return
+        finally:
+            self._starting.discard(i)
         self._retry_s.pop(i, None)
         say(f"{what} answers again")
 
@@ -326,6 +332,16 @@ class Fleet:
         self.router.stop(grace_s)
         with ThreadPoolExecutor(len(self.replicas)) as pool:
             list(pool.map(ServerProcess.stop, self.replicas))
+
+
+def _log(logs: Path, kind: str, port: int) -> Path:
+    """By the port, so that several fleets may share a folder."""
+    return logs / f"{kind}-{port}.log"
+
+
+def _died_soon(process: ServerProcess, started_s: float) -> bool:
+    """Whether it failed, then. What was told to end, and did so in order, has not."""
+    return process.code != 0 and time.monotonic() < started_s + LEAST_LIFE_S
 
 
 def _failed(what: str, process: ServerProcess) -> str:
@@ -354,12 +370,12 @@ def _limit(log: Path) -> None:
 def _settled_baseline_ms(replica: ServerProcess) -> float:
     """Milliseconds per token of the idle replica, after some requests: they correct what it measured while it
     started, when the host may have been busy. Without speculation, each token is an iteration, and of those
-    it takes many before it believes what it has learned. Raises ServerError."""
-    params = {"max_new_tokens": _WARM_TOKENS, "ignore_eos": True, "temperature": 0.0}
+    it takes many before it believes what it has learned. They are of the kind that is not counted. Raises
+    ServerError."""
+    body = {"text": START_TEXT, "sampling_params": START_PARAMS}
     headers = {**replica.spec.headers, "x-adaserve-speculation": "off"}
     try:
-        for i in range(_WARM_REQUESTS):
-            body = {"text": f"x = {i}\n", "sampling_params": params}
+        for _ in range(_WARM_REQUESTS):
             answer = httpx.post(replica.url + "/generate", json=body, timeout=300.0, headers=headers)
             answer.raise_for_status()
         return float(f"{replica.report()['baseline_ms']:.4g}")

@@ -77,6 +77,10 @@ MOST_OSL = 1 << 20
 PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)
 WIRE_KEY = "adaserve_slo"
 """Where the resolved SLO stands in ``custom_params`` on its way to the scheduler."""
+START_TEXT = "The capital city of France is"
+START_PARAMS = {"temperature": 0, "max_new_tokens": 8}
+"""What SGLang sends to its own server, when that starts: once for each rank. It is not counted, whoever sends
+it."""
 
 Headers = Mapping[str, str] | Iterable[tuple[str, str]]
 T = TypeVar("T")

@@ -494,7 +494,7 @@ def test_what_sglang_asks_its_own_server_when_it_starts() -> None:
     """patches/slo_requests.py knows by that what nobody has asked for."""
     from sglang.srt.entrypoints.http_server import _execute_server_warmup
 
-    from adaserve.patches.slo_requests import START_PARAMS, START_TEXT
+    from adaserve.slo.resolve import START_PARAMS, START_TEXT
 
     source = " ".join(inspect.getsource(inspect.unwrap(_execute_server_warmup)).split())
     assert f'json_data["text"] = [ "{START_TEXT}" ] * get_parallel().num_dp_ranks' in source

@@ -15,9 +15,9 @@ from adaserve.boundary.limits import MAX_BATCH
 from adaserve.config import ENV, AdaServeConfig, slo_classes
 from adaserve.patches import slo_requests
 from adaserve.patches.boundary import asks_for_health
-from adaserve.patches.slo_requests import START_PARAMS, START_TEXT, _any_request, _native_request, _response
+from adaserve.patches.slo_requests import _any_request, _native_request, _response
 from adaserve.slo.classes import SLOError
-from adaserve.slo.resolve import WIRE_KEY, RequestSLO
+from adaserve.slo.resolve import START_PARAMS, START_TEXT, WIRE_KEY, RequestSLO
 
 CLASSES = """
 default_class: chat

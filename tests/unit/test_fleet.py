@@ -30,6 +30,7 @@ from adaserve.fleet import cli, local
 from adaserve.fleet.local import GRACE_S, Fleet, ReplicaSpec, RouterSpec
 from adaserve.ports import free_port
 from adaserve.server import ServerError, ServerProcess
+from adaserve.slo.resolve import START_PARAMS, START_TEXT
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ class Guarded(BaseHTTPRequestHandler):
     changes: ClassVar[list[tuple[str | None, Any]]] = []
     """What was to be changed, and with which key."""
     plain: ClassVar[list[int]] = []
-    """Iterations of each request without speculation."""
+    """Iterations of each request without speculation, of the kind that no server counts."""
 
     def do_GET(self) -> None:
         allowed = self.path == "/health" or self.headers["Authorization"] == "Bearer K"
@@ -171,7 +172,8 @@ class Guarded(BaseHTTPRequestHandler):
         if self.path == "/set_internal_state":
             self.changes.append((self.headers["Authorization"], body["server_args"]))
             self.headers.replace_header("Authorization", "Bearer K")
-        elif self.headers["x-adaserve-speculation"] == "off":
+        elif self.headers["x-adaserve-speculation"] == "off" and body["text"] == START_TEXT:
+            assert body["sampling_params"] == START_PARAMS
             self.plain.append(body["sampling_params"]["max_new_tokens"] - 1)
         self.do_GET()
 
@@ -313,7 +315,7 @@ def test_what_dies_is_started_again_wherever_its_log_is(
             with pytest.raises(ServerError, match=r"was killed by SIGKILL, .* soon after its start"):
                 fleet.repair(said.append)
         monkeypatch.setattr(local, "LEAST_LIFE_S", 0.0)
-        (logs / "router.log").unlink()
+        fleet.router.log.unlink()
         fleet.repair(said.append)
         assert fleet.router.alive and fleet.replicas[0].alive
     finally:
@@ -322,32 +324,34 @@ def test_what_dies_is_started_again_wherever_its_log_is(
     assert said[0].startswith(f"the router {how} Its log ") and "can't be kept" in said[0]
     assert said[1:] == [
         "the router answers again",
-        f"replica 1 {how} Its log until then: {logs / 'replica-1.ended.log'}",
+        f"replica 1 {how} Its log until then: {fleet.replicas[0].log.with_suffix('.ended.log')}",
         "replica 1 answers again",
     ]
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_router_that_dies_while_a_replica_starts_is_started_again(
+def test_what_dies_while_a_replica_starts_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The other replicas could serve meanwhile, for a minute or more."""
+    """The others could serve meanwhile: for a minute, or for ten where it hangs."""
     monkeypatch.setattr(local, "LEAST_LIFE_S", 0.0)
     monkeypatch.setattr(local, "_settled_baseline_ms", lambda replica: 10.0)
     idle = ("import time; time.sleep(600)",)
-    fleet = Fleet([Script(free_port(), idle)], RouterSpec(()), tmp_path)
+    fleet = Fleet([Script(free_port(), idle) for _ in range(2)], RouterSpec(()), tmp_path)
     fleet.router.spec = Script(free_port(), idle)
     said: list[str] = []
 
     def await_health(process: ServerProcess, waiting: Callable[[float], None], limit_s: float) -> None:
         if process is fleet.replicas[0] and said:
-            kill(fleet.router)
+            for other in (fleet.router, fleet.replicas[1]):
+                kill(other)
             waiting(0.0)
-            assert fleet.router.alive
+            assert fleet.router.alive and fleet.replicas[1].alive
 
     monkeypatch.setattr(ServerProcess, "_await_health", await_health)
     try:
-        fleet._start(0, print)
+        for i in range(2):
+            fleet._start(i, print)
         fleet._start_router(print)
         kill(fleet.replicas[0])
         fleet.repair(said.append)
@@ -359,7 +363,8 @@ def test_a_router_that_dies_while_a_replica_starts_is_started_again(
     finally:
         fleet.down(0.0)
     assert [text.partition(" was")[0] for text in said] == [
-        "replica 1", "the router", "the router answers again", "replica 1 answers again",
+        "replica 1", "the router", "the router answers again", "replica 2", "replica 2 answers again",
+        "replica 1 answers again",
     ]  # fmt: skip
 
 
@@ -395,6 +400,33 @@ def test_a_replica_that_fails_is_put_off_while_others_serve(
             fleet.repair(said.append)
     finally:
         fleet.down(0.0)
+
+
+@pytest.mark.usefixtures("installed", "at_once")
+def test_a_replica_that_is_told_to_end_soon_has_not_failed(tmp_path: Path) -> None:
+    """SIGTERM is how one replica is restarted, at any time."""
+    orderly = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print(); time.sleep(600)"
+    fleet = Fleet([Script(free_port(), (orderly,))], RouterSpec(()), tmp_path)
+    fleet.router.spec = Script(free_port(), ("import time; time.sleep(600)",))
+    (replica,) = fleet.replicas
+    said: list[str] = []
+    try:
+        fleet._start_router(print)
+        fleet._start(0, print)
+        while not replica.log.read_text().endswith("\n\n"):  # behind its command line
+            time.sleep(0.01)
+        os.kill(replica.pid, signal.SIGTERM)
+        while replica.alive:
+            time.sleep(0.01)
+        fleet.repair(said.append)
+        assert replica.alive and said[-1] == "replica 1 answers again"
+    finally:
+        fleet.down(0.0)
+
+
+def test_fleets_may_share_a_folder_for_logs(tmp_path: Path) -> None:
+    fleets = [Fleet([ReplicaSpec(port + 1)], RouterSpec((), port=port), tmp_path) for port in (5, 7)]
+    assert len({process.log for fleet in fleets for process in (*fleet.replicas, fleet.router)}) == 4
 
 
 def test_a_fleet_drains_though_nobody_reads_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
