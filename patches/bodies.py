@@ -2,7 +2,8 @@
 
 Why: ``adaserve/boundary/bodies.py`` says what one request could do to the HTTP process, ``unserved.py`` what
 a client would believe. OpenAI's API takes null for everything that may be left out; SGLang refuses it for
-many fields, such as penalties and ``n``.
+many fields, such as penalties and ``n``. It waits for the rest of a body for ever, so clients that never send
+it could fill the memory.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any
 
 from fastapi import HTTPException
 from sglang.srt.plugins.hook_registry import HookType
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adaserve.asgi import route_path
+from adaserve.asgi import put_around, route_path
 from adaserve.boundary import RequestError
 from adaserve.boundary.bodies import drop_nulls, require_few_values
 from adaserve.boundary.unserved import require_served
 from adaserve.patches import hook, tokenizer_manager
+
+MOST_UNFINISHED_BYTES = 1 << 30
+"""Of all bodies together, what has come of those that are not complete."""
 
 NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"}
 
@@ -41,6 +46,39 @@ async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
         if isinstance(body, dict) and path in NULL_IS_UNSET:
             drop_nulls(body)
     return body
+
+
+def mount(app: Any) -> None:
+    """Limits what has come of bodies that are not complete."""
+    put_around(app, Unfinished)
+
+
+class Unfinished:
+    """ASGI app around another one. A body that comes in one piece is never refused."""
+
+    def __init__(self, app: ASGIApp, most_bytes: int = MOST_UNFINISHED_BYTES) -> None:
+        self._app, self._most_bytes = app, most_bytes
+        self._held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        own_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal own_bytes
+            message = await receive()
+            is_part = message.get("more_body", False)
+            came = len(message.get("body", b"")) if is_part else -own_bytes
+            own_bytes += came
+            self._held_bytes += came
+            if is_part and self._held_bytes > self._most_bytes:
+                why = "the server waits for the rest of too many large requests: try again, or send it faster"
+                raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, why, {"Retry-After": "1"})
+            return message
+
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._held_bytes -= own_bytes
 
 
 def _context() -> int | None:

@@ -18,6 +18,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import (
     admin_access,
+    bodies,
     costly_answers,
     hook,
     live_page,
@@ -30,7 +31,7 @@ from adaserve.processes import end_children
 
 APP, APP_PATH = "adaserve.http_app:app", "SGLANG_HTTP_SERVER_APP_PATH"
 
-PARTS = (live_page, admin_access, openai_errors, routes, costly_answers, load_headers)
+PARTS = (bodies, live_page, admin_access, openai_errors, routes, costly_answers, load_headers)
 """The last one is around all others."""
 
 

@@ -48,7 +48,9 @@ def mount(app: Any) -> None:
     refused, wrong = app.exception_handlers[HTTPException], app.exception_handlers[RequestValidationError]
 
     async def on_refused(request: Any, error: HTTPException) -> Any:
-        return in_shape(await refused(request, error), path=route_path(request.scope))
+        response = in_shape(await refused(request, error), path=route_path(request.scope))
+        response.headers.update(error.headers or {})
+        return response
 
     async def on_wrong(request: Any, error: RequestValidationError) -> Any:
         errors = list(error.errors())

@@ -62,3 +62,37 @@ def test_null_is_dropped() -> None:
 
     request = SimpleNamespace(scope={"path": "/v1/completions"})
     assert asyncio.run(bodies._parsed(parsed, request)) == {}
+
+
+def test_bodies_that_stay_unfinished_have_a_limit_together() -> None:
+    """Clients that never send the rest must not fill the memory. What comes in one piece is served."""
+
+    async def read(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+
+    app = bodies.Unfinished(read, most_bytes=100)
+
+    async def sent(*sizes: int, ends: bool = True) -> None:
+        parts = [{"type": "http.request", "body": b"a" * size, "more_body": True} for size in sizes]
+        parts[-1]["more_body"] = not ends
+
+        async def receive() -> Any:
+            return parts.pop(0) if parts else await asyncio.Event().wait()
+
+        await app({}, receive, None)
+
+    async def main() -> None:
+        await sent(60, 40)
+        stuck = asyncio.create_task(sent(60, ends=False))
+        await asyncio.sleep(0)
+        await sent(200)
+        await sent(40, 40)
+        for _ in range(2):
+            with pytest.raises(HTTPException, match="503: the server waits for the rest"):
+                await sent(41, 0)
+        stuck.cancel()
+        await asyncio.wait({stuck})
+        await sent(60, 40)
+
+    asyncio.run(main())

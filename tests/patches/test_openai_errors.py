@@ -43,12 +43,14 @@ def test_errors_of_anthropics_route_have_its_shape_below_a_prefix_too(prefix: st
 
     @app.post("/v1/messages")
     async def messages(request: AnthropicMessagesRequest) -> None:
-        raise HTTPException(400, "stop is not served here")
+        raise HTTPException(400, "stop is not served here", {"Retry-After": "1"})
 
     mount(app)
     client = TestClient(app, root_path=prefix)
     body = {"model": "m", "messages": [], "max_tokens": 5}
-    answers = [client.post(f"{prefix}/v1/messages", json=sent).json() for sent in (body, {"model": "m"})]
+    responses = [client.post(f"{prefix}/v1/messages", json=sent) for sent in (body, {"model": "m"})]
+    assert responses[0].headers["retry-after"] == "1"
+    answers = [response.json() for response in responses]
     kinds = [(answer["type"], answer["error"]["type"]) for answer in answers]
     assert kinds == [("error", "invalid_request_error")] * 2
     assert answers[0]["error"]["message"] == "stop is not served here"
