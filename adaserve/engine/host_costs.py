@@ -20,6 +20,9 @@ BUSY, CALM = 1.5, 1.2
 
 LOOK_EVERY_S, SAVE_EVERY_S = 2.0, 30.0
 
+KNOWN_S = 10.0
+"""A server that has served nothing for longer does not know whether the host is busy."""
+
 FIRST_LOOK = 64
 """Iterations before learned costs are trusted."""
 
@@ -89,9 +92,9 @@ class HostCosts:
             f"quiet (other processes use {self._others_share:.0%} of its processors)"
         )
 
-    def notes(self) -> list[str]:
+    def notes(self, now_s: float) -> list[str]:
         """What a person who looks at the server should know now, in sentences."""
-        notes = [self._busy_note()] if self._busy else []
+        notes = [self._busy_note()] if self._busy and now_s < self._looked_s + KNOWN_S else []
         now_ms = self._ledger.baseline_s * 1e3
         if self._follow and abs(now_ms / self._started_ms - 1) > MOVED:
             notes.append(
@@ -115,13 +118,13 @@ class HostCosts:
                 old_s * 1e3,
             )
 
-    def report(self) -> dict[str, Any]:
-        """For ``/server_info`` and the live page; JSON values."""
+    def report(self, now_s: float) -> dict[str, Any]:
+        """For ``/server_info`` and the live page; JSON values. All but the notes is as of the last look."""
         return {
             "busy": self._busy,
             "slowdown": self._costs.slowdown,
             "others_share": self._others_share,
             "baseline_start_ms": self._started_ms,
             "baseline_fixed": not self._follow,
-            "notes": self.notes(),
+            "notes": self.notes(now_s),
         }

@@ -270,7 +270,7 @@ class AdaServeWorker(BaseSpecWorker):
             "times": self.loop.times.report(),
             "stats": self.ledger.stats.state(),
             "device": self.loop.device.report(),
-            "host": self._host_costs.report(),
+            "host": self._host_costs.report(time.perf_counter()),
         }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,7 +18,7 @@ import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine import host_load, kept_costs
-from adaserve.engine.host_costs import BASELINE_CONTEXT, FIRST_LOOK, LOOK_EVERY_S, HostCosts
+from adaserve.engine.host_costs import BASELINE_CONTEXT, FIRST_LOOK, KNOWN_S, LOOK_EVERY_S, HostCosts
 from adaserve.engine.host_load import OtherProcesses
 from adaserve.engine.measure import Grid
 from adaserve.scheduler.costs import LearnedCosts, known_sizes
@@ -79,6 +80,9 @@ class Server:
             self.costs.verify.observe(size, context, times * QUIET.verify_s(float(size), context))
             self.now_s += LOOK_EVERY_S / 10
             self.host.observed(self.now_s, requests)
+
+    def report(self, idle_s: float = 0.0) -> dict[str, Any]:
+        return self.host.report(self.now_s + idle_s)
 
 
 def test_without_anything_kept_the_measurement_is_the_start() -> None:
@@ -246,7 +250,7 @@ def test_the_baseline_follows_what_is_learned(times: float, caplog: pytest.LogCa
         server.serve(300)
     assert server.ledger.baseline_s == pytest.approx(0.011, rel=0.05)
     assert "instead of" in caplog.text
-    assert server.host.report()["baseline_start_ms"] == pytest.approx(10 * times + 1, rel=0.05)
+    assert server.report()["baseline_start_ms"] == pytest.approx(10 * times + 1, rel=0.05)
 
 
 def test_the_baseline_does_not_rise_with_the_load() -> None:
@@ -272,7 +276,7 @@ def test_a_fixed_baseline_stays() -> None:
     server = Server(slower(5.0), follow=False)
     before = server.ledger.baseline_s
     server.serve(400)
-    assert server.ledger.baseline_s == before and server.host.report()["baseline_fixed"]
+    assert server.ledger.baseline_s == before and server.report()["baseline_fixed"]
 
 
 def test_a_baseline_that_is_fixed_while_it_serves_stays() -> None:
@@ -280,8 +284,8 @@ def test_a_baseline_that_is_fixed_while_it_serves_stays() -> None:
     server.serve(100)
     server.host.fix_baseline(0.02)
     server.serve(400)
-    assert server.ledger.baseline_s == 0.02 and server.host.report()["baseline_fixed"]
-    assert not [note for note in server.host.notes() if "the baseline is" in note]
+    assert server.ledger.baseline_s == 0.02 and server.report()["baseline_fixed"]
+    assert not [note for note in server.report()["notes"] if "the baseline is" in note]
 
 
 def test_a_busy_host_is_said_and_changes_neither_baseline_nor_file(caplog: pytest.LogCaptureFixture) -> None:
@@ -291,12 +295,13 @@ def test_a_busy_host_is_said_and_changes_neither_baseline_nor_file(caplog: pytes
     kept = path.read_text()
     with caplog.at_level(logging.INFO):
         server.serve(400, times=6.0)
-        report = server.host.report()
+        report = server.report()
         assert report["busy"] and report["slowdown"] == pytest.approx(6.0, rel=0.05)
         assert [note.split(":")[0] for note in report["notes"]] == ["the host is busy"]
+        assert not server.report(idle_s=KNOWN_S)["notes"], "whether it still is nobody knows"
         assert server.ledger.baseline_s == quiet_s and path.read_text() == kept
         server.serve(60)
-    assert not server.host.report()["busy"] and not server.host.report()["notes"]
+    assert not server.report()["busy"] and not server.report()["notes"]
     assert caplog.text.count("the host is busy") == caplog.text.count("quiet again") == 1
 
 
