@@ -210,6 +210,8 @@ class Fleet:
         """Returns when the router sends to all replicas. Raises ServerError, with nothing left behind."""
         for host, port in self._addresses:  # the router starts minutes later
             require_free(host, port)
+        for process in (*self.replicas, self.router):
+            _kept(process.log)  # of the run before, which may tell why that ended
         try:
             # One after the other: each measures how fast it is, and they share the machine.
             for i in range(len(self.replicas)):

@@ -135,9 +135,12 @@ def test_all_replicas_promise_what_the_first_one_measured() -> None:
 @pytest.mark.usefixtures("installed")
 def test_a_replica_that_cannot_start_ends_the_fleet(tmp_path: Path) -> None:
     fleet = Fleet.of(2, ("--policy", "nonsense"), tmp_path, port=free_port(4))
+    log = fleet.replicas[0].log
+    log.write_text("why the run before ended")
     with pytest.raises(ServerError, match="unknown policy 'nonsense'"):
         fleet.up()
     assert not any(process.alive for process in (*fleet.replicas, fleet.router))
+    assert log.with_suffix(".ended.log").read_text() == "why the run before ended"
 
 
 @pytest.mark.usefixtures("installed")
