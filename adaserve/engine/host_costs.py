@@ -104,10 +104,10 @@ class HostCosts:
         return notes
 
     def _set_baseline(self) -> None:
-        """Under load it may fall, since a forward never takes less than it has to, but not rise: many
-        requests are slow because they are many, and that must not loosen SLOs."""
+        """Under load, or on a busy host, it may fall, since a forward never takes less than it has to. But it
+        does not rise: many requests are slow because they are many, and that must not loosen SLOs."""
         old_s, new_s = self._ledger.baseline_s, self._costs.baseline_s(BASELINE_CONTEXT)
-        if new_s > old_s and self._alone < ALONE:
+        if new_s > old_s and (self._busy or self._alone < ALONE):
             return
         if abs(new_s / old_s - 1) > MOVED:
             self._ledger.baseline_s = new_s

@@ -265,6 +265,19 @@ def test_the_baseline_does_not_rise_with_the_load() -> None:
     assert server.ledger.baseline_s == pytest.approx(0.0135, rel=0.05), "a lone request takes longer, too"
 
 
+def test_the_baseline_does_not_rise_while_the_host_is_busy() -> None:
+    """Sizes that are seldom served are learned from slow times, and the baseline leans on them."""
+    server = Server(QUIET, saves=False)
+    server.serve(200)
+    before = server.ledger.baseline_s
+    server.host._costs = costs = SimpleNamespace(slowdown=1.0, baseline_s=lambda _: 1.5 * before)
+    for costs.slowdown, expected in ((3.0, before), (1.0, 1.5 * before)):
+        for _ in range(20):
+            server.now_s += LOOK_EVERY_S
+            server.host.observed(server.now_s, 1)
+        assert server.ledger.baseline_s == expected
+
+
 def test_a_server_that_met_load_alone_leaves_the_baseline_to_the_next() -> None:
     server = Server(QUIET)
     server.serve(400, sizes=(16, 24, 32), requests=16)
