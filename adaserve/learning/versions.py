@@ -196,10 +196,13 @@ def _began_with(version: Version, draft: str) -> bool:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """All of it or nothing, also where the machine loses its power."""
+    """All of it or nothing, also where the machine loses its power or the disk is full."""
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

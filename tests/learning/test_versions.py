@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -160,6 +161,23 @@ def test_a_damaged_folder_is_no_other_drafts_folder(tmp_path: Path) -> None:
     versions.add(b"weights 2", version())
     found = versions.current("/models/draft")
     assert found is not None and found[1] == b"weights 2"
+
+
+def test_what_a_disk_has_no_room_for_leaves_nothing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of it would keep the disk full for all others."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    versions = Versions(tmp_path)
+    versions.add(b"weights 1", version())
+    before = set(tmp_path.iterdir())
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        versions.add(b"weights 2", version())
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_two_servers_do_not_keep_drafts_in_one_folder(tmp_path: Path) -> None:
