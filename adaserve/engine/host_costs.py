@@ -16,7 +16,10 @@ BASELINE_CONTEXT = 256
 """Cached tokens of the lone request whose plain decoding defines the baseline latency."""
 
 BUSY, CALM = 1.5, 1.2
-"""The host counts as busy above the first slowdown, until it falls below the second."""
+"""The host counts as busy above the first slowdown, until ``CALM_LOOKS`` looks in a row find less than the
+second: now and then a busy host looks quiet for a moment, as where all sizes that come are new."""
+
+CALM_LOOKS = 5
 
 LOOK_EVERY_S, SAVE_EVERY_S = 2.0, 30.0
 
@@ -47,7 +50,7 @@ class HostCosts:
         self._iterations = self._alone = 0
         self._looked_s = self._saved_s = 0.0
         self._others, self._others_share = OtherProcesses(), 0.0
-        self._busy = False
+        self._busy, self._calm_looks = False, 0
 
     def observed(self, now_s: float, requests: int) -> None:
         """Call after every iteration that the policy has observed; ``requests`` ran in it."""
@@ -79,10 +82,11 @@ class HostCosts:
 
     def _look_at_host(self) -> None:
         slowdown = self._costs.slowdown
+        self._calm_looks = self._calm_looks + 1 if slowdown < CALM else 0
         if not self._busy and slowdown > BUSY:
             self._busy = True
             logger.warning("AdaServe: %s", self._busy_note())
-        elif self._busy and slowdown < CALM:
+        elif self._busy and self._calm_looks >= CALM_LOOKS:
             self._busy = False
             logger.info("AdaServe: the host is quiet again")
 
@@ -94,7 +98,8 @@ class HostCosts:
 
     def notes(self, now_s: float) -> list[str]:
         """What a person who looks at the server should know now, in sentences."""
-        notes = [self._busy_note()] if self._busy and now_s < self._looked_s + KNOWN_S else []
+        is_slow = self._busy and not self._calm_looks and now_s < self._looked_s + KNOWN_S
+        notes = [self._busy_note()] if is_slow else []
         now_ms = self._ledger.baseline_s * 1e3
         if self._follow and abs(now_ms / self._started_ms - 1) > MOVED:
             notes.append(

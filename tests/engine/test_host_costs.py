@@ -313,6 +313,10 @@ def test_a_busy_host_is_said_and_changes_neither_baseline_nor_file(caplog: pytes
         assert [note.split(":")[0] for note in report["notes"]] == ["the host is busy"]
         assert not server.report(idle_s=KNOWN_S)["notes"], "whether it still is nobody knows"
         assert server.ledger.baseline_s == quiet_s and path.read_text() == kept
+        server.serve(20)
+        assert not server.report()["notes"]
+        server.serve(20, times=6.0)
+        assert server.report()["notes"]
         server.serve(60)
     assert not server.report()["busy"] and not server.report()["notes"]
     assert caplog.text.count("the host is busy") == caplog.text.count("quiet again") == 1
