@@ -34,6 +34,10 @@ def plain_layers(model: torch.nn.Module) -> list[RadixAttention]:
         raise UnsupportedError(
             f"{type(model).__name__} is not supported: its attention has {', and '.join(found)}"
         )
+    if len({(layer.tp_k_head_num, layer.qk_head_dim) for layer in layers}) > 1:
+        raise UnsupportedError(
+            f"{type(model).__name__} is not supported: its layers have keys of different sizes"
+        )
     return layers
 
 

@@ -76,6 +76,15 @@ def test_more_is_refused(what: str) -> None:
             takes(runner({}, MORE[what]))
 
 
+def test_keys_of_different_sizes_are_refused() -> None:
+    """As in Gemma 4: one pool holds them all."""
+    asks = runner({}, {})
+    asks.model[1].qk_head_dim = asks.model[1].v_head_dim = 16
+    for takes in (HeadShape.of, CpuAttentionBackend):
+        with pytest.raises(ValueError, match="keys of different sizes"):
+            takes(asks)
+
+
 def test_grok_is_refused() -> None:
     """Its model sets this after the layer was made."""
     asks = runner({}, {})
