@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,20 @@ def greedy(tokens: int, slo_ms: float | None = None) -> dict[str, Any]:
 
 DECODING = [Job(tuple(range(20 + i, 28 + i)), greedy(240, SLO_MS)) for i in range(2)]
 ARRIVING = Job(tuple(2 + (7 * i) % 500 for i in range(LONG)), greedy(12))
+URGENT = Job(tuple(range(40, 60)), greedy(1))  # only its first token is due early
+AFTER = Job(tuple(range(100, 162)), greedy(1))
+
+
+@pytest.fixture(scope="module")
+def alone(slow: Served) -> list[list[int] | None]:
+    """The texts of ``ARRIVING``, ``URGENT`` and ``AFTER``."""
+    return outputs(run_jobs(slow.server, (ARRIVING, URGENT, AFTER)))
+
+
+@pytest.fixture(scope="module")
+def right(stock: Server, alone: list[list[int] | None]) -> list[list[int] | None]:
+    """What those of a ``Meeting`` say."""
+    return [*outputs(run_jobs(stock, DECODING)), alone[0]]
 
 
 class Meeting:
@@ -116,14 +131,14 @@ def prefill_mode(server: Server, mode: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def test_a_long_prompt_is_interleaved_by_slack(slow: Served, stock: Server) -> None:
+def test_a_long_prompt_is_interleaved_by_slack(slow: Served, right: list[list[int] | None]) -> None:
     meeting = Meeting(slow)
     prefill_mode(slow.server, "exclusive")
-    exclusive, right = meeting.run(), meeting.answers
+    exclusive = meeting.run()
+    assert meeting.answers == right
     prefill_mode(slow.server, "default")
-    paced, got = meeting.run(), meeting.answers
-    assert got == right, "chunking changed an output"
-    assert got[:2] == outputs(run_jobs(stock, DECODING)[:2])
+    paced = meeting.run()
+    assert meeting.answers == right, "chunking changed an output"
     assert sum(long_sizes(exclusive)) == sum(long_sizes(paced)) == LONG
     at = chunks(exclusive)
     assert at == list(range(at[0], at[0] + len(at))), "SGLang itself interleaves now: nothing to compare with"
@@ -135,12 +150,12 @@ def test_a_long_prompt_is_interleaved_by_slack(slow: Served, stock: Server) -> N
 
 
 @pytest.mark.parametrize("decoding", [False, True])
-def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding: bool) -> None:
+def test_a_short_prompt_passes_a_long_one_that_has_begun(
+    slow: Served, alone: list[list[int] | None], decoding: bool
+) -> None:
     """Where it is due earlier; both texts are those that they have alone."""
-    urgent = Job(tuple(range(40, 60)), greedy(1))  # only its first token is due early
     # Later than the chunk that runs ends (0.6 s), or it would be given up; sooner than the long one (4 s).
-    jobs, ttft_ms = (ARRIVING, urgent), (60_000, 2500)
-    alone = outputs(run_jobs(slow.server, jobs))
+    jobs, ttft_ms = (ARRIVING, URGENT), (60_000, 2500)
 
     async def meet() -> tuple[list[str], list[list[int]], int, list[int]]:
         done: list[str] = []
@@ -173,7 +188,7 @@ def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding:
             return done, [answers[0], passed], read, forwards()
 
     done, answers, read, forwards = asyncio.run(meet())
-    assert answers == alone, "another text"
+    assert answers == alone[:2], "another text"
     assert done == ["urgent", "long"]
     assert read < LONG, "it came with the long one's last chunk"
     prefills = [i for i, n in enumerate(forwards) if n > 0]
@@ -181,7 +196,7 @@ def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding:
 
 
 def test_a_prompt_that_passes_and_is_cached_leaves_its_place_to_nobody(
-    zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory
+    zygote: Zygote, pair: Path, alone: list[list[int] | None], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """It needs one token of the twenty that it was given. Who comes next does not fit into the others."""
     server, probe = adaserve_server(
@@ -193,12 +208,11 @@ def test_a_prompt_that_passes_and_is_cached_leaves_its_place_to_nobody(
         **{"context-length": 512},
     )
 
-    def due(prompt: Iterable[int], tokens: int, ttft_ms: int) -> Job:
-        return Job(tuple(prompt), greedy(tokens) | {"custom_params": {"slo_ttft_ms": ttft_ms}})
+    def due(job: Job, ttft_ms: int) -> Job:
+        return replace(job, params=job.params | {"custom_params": {"slo_ttft_ms": ttft_ms}})
 
     # All of them are in time, so that only the order in which they are due counts.
-    urgent, after = due(range(40, 60), 1, 20_000), due(range(100, 162), 1, 30_000)
-    long = due(ARRIVING.input_ids, 12, 60_000)
+    long, urgent, after = due(ARRIVING, 60_000), due(URGENT, 20_000), due(AFTER, 30_000)
 
     def ask(client: httpx.AsyncClient, *jobs: Job) -> asyncio.Task[httpx.Response]:
         """One request with a prompt or several, which arrive together."""
@@ -224,8 +238,6 @@ def test_a_prompt_that_passes_and_is_cached_leaves_its_place_to_nobody(
             return [answer["output_ids"] for answer in answers], met
 
     with server.running(zygote):
-        alone = outputs(run_jobs(server, (long, urgent, after)))
-        wait_until_idle(server)  # and flushed
         got, met = asyncio.run(meet())
         server.assert_idle_and_clean()
     assert got == alone
