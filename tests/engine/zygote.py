@@ -10,6 +10,7 @@ Servers end with this process, and this process with its input, also where the t
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ MODULES = (
     "sglang.srt.models.registry",
     "sglang.srt.constrained.xgrammar_backend",
     "transformers.models.auto.tokenization_auto",
+    "numba",
 )
 
 
@@ -69,6 +71,7 @@ def main() -> None:
     multiprocessing.set_start_method("fork")
     for name in MODULES:
         importlib.import_module(name)
+    gc.freeze()  # else every server goes through all of it at its start, several times
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps; nobody asks for exit codes
     own = os.getpid()
     print("ready", flush=True)
