@@ -60,7 +60,7 @@ def bench(fake: Fake, out: Path, *args: str) -> subprocess.CompletedProcess[str]
 def test_bench_then_report(tmp_path: Path) -> None:
     out = tmp_path / "rps=8"  # a folder may look as if it gave a name
     with running_fake(token_ms=10) as fake:
-        done = bench(fake, out, "--duration", "3", "--rps", "8", "--seed", "3")
+        done = bench(fake, out, "--duration", "1", "--rps", "24", "--seed", "3")
         again = bench(fake, out, "--duration", "3")
     assert done.returncode in (0, 4), done.stderr  # 4: a busy machine made the run invalid
     assert "coding" in done.stdout and "all" in done.stdout
@@ -181,7 +181,7 @@ def test_a_trace_may_need_the_baseline_though_no_class_does(tmp_path: Path) -> N
 
 def endless(fake: Fake, out: Path, processes: int = 1, *more: str) -> list[str]:
     """A load test that somebody has to end."""
-    fixed = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
+    fixed = ("--duration", "100", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
     told = ("--out", str(out), "--processes", str(processes))
     return command("bench", "serve", "--url", fake.url, *fixed, *told, *more)
 
@@ -207,11 +207,11 @@ def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
     assert not psutil.wait_procs(children, timeout=60)[1]
 
 
-@pytest.mark.parametrize("limit", ["4s", "60s"])
+@pytest.mark.parametrize("limit", ["2s", "60s"])
 def test_locust_itself_says_who_met_the_slos_and_whether_that_counts(limit: str, tmp_path: Path) -> None:
     """Its tables know nothing of SLOs, and without failures it would end with 0 whatever was cut off."""
-    even = "{kind: constant, rps: 4}"
-    (tmp_path / "mix.yaml").write_text(f"duration_s: 6\nbaseline_ms: 20\narrivals: {even}\n")
+    even = "{kind: constant, rps: 8}"
+    (tmp_path / "mix.yaml").write_text(f"duration_s: 3\nbaseline_ms: 20\narrivals: {even}\n")
     locust = [
         sys.executable,
         "-m",
@@ -233,7 +233,7 @@ def test_locust_itself_says_who_met_the_slos_and_whether_that_counts(limit: str,
 def test_a_run_that_is_interrupted_while_it_is_prepared_sends_nothing(processes: int, tmp_path: Path) -> None:
     """A server that is slow to tell its metrics keeps it there."""
     out = tmp_path / "r"
-    with running_fake(token_ms=5, metrics_ms=3000) as fake:
+    with running_fake(token_ms=5, metrics_ms=1500) as fake:
         process = subprocess.Popen(endless(fake, out, processes), stderr=subprocess.PIPE, text=True)
         try:
             wait_for((out / "env.json").exists)
@@ -361,7 +361,18 @@ def test_a_folder_of_the_same_name_is_not_the_package(processes: int, tmp_path: 
     env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(Path(adaserve.__file__).parents[1])}
     loaded = "from adaserve.loadgen.bench import why_not_loaded; print(why_not_loaded())"
     with running_fake(token_ms=5) as fake:
-        args = ("--duration", "2", "--rps", "8", "--output-tokens", "10", "--baseline-ms", "20", "--out", "r")
+        args = (
+            "--duration",
+            "1",
+            "--rps",
+            "16",
+            "--output-tokens",
+            "10",
+            "--baseline-ms",
+            "20",
+            "--out",
+            "r",
+        )
         line = ("bench", "serve", "--url", fake.url, *args, "--processes", str(processes))
         done = run(*line, cwd=tmp_path, env=env)
     assert done.returncode in (0, 4), done.stderr

@@ -89,12 +89,12 @@ def assert_faithful(records: list[RequestRecord], log: list[dict[str, Any]]) -> 
 
 CASES = {
     # name: (behaviour, requests/s, seconds, tokens)
-    "1 ms, one stream": ({"token_ms": 1}, 2, 4, 200),
+    "1 ms, one stream": ({"token_ms": 1}, 4, 2, 200),
     "20 ms, 40 streams": ({"token_ms": 20}, 40, 3, 50),
-    "several tokens per chunk": ({"token_ms": 5, "per_chunk": 4}, 10, 3, 81),
-    "several tokens in the first chunk": ({"token_ms": 20, "per_chunk": 3, "first_chunk": 5}, 10, 3, 35),
-    "slow first token": ({"token_ms": 5, "first_ms": 1500}, 5, 3, 30),
-    "everything in one chunk": ({"first_chunk": 64, "per_chunk": 64}, 5, 2, 64),
+    "several tokens per chunk": ({"token_ms": 5, "per_chunk": 4}, 20, 1.5, 81),
+    "several tokens in the first chunk": ({"token_ms": 20, "per_chunk": 3, "first_chunk": 5}, 20, 1.5, 35),
+    "slow first token": ({"token_ms": 5, "first_ms": 1500}, 10, 1.5, 30),
+    "everything in one chunk": ({"first_chunk": 64, "per_chunk": 64}, 10, 1, 64),
 }
 
 
@@ -125,7 +125,7 @@ def test_256_concurrent_streams(
 @pytest.mark.parametrize("api", ["chat", "generate"])
 def test_other_apis(api: str, tmp_path: Path) -> None:
     with running_fake(token_ms=10, per_chunk=2) as fake:
-        records = load(fake, tmp_path / "run", 10, 2, 31, api=api)
+        records = load(fake, tmp_path / "run", 20, 1, 31, api=api)
         assert_faithful(records, fake.log())
     assert all(r.output_tokens == 31 and r.finish_reason == "length" for r in records)
     assert all((r.accept_length is not None) == (api == "generate") for r in records)
@@ -134,7 +134,7 @@ def test_other_apis(api: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("lie", [{"usage_factor": 0.5}, {"late_header_ms": 30}], ids=str)
 def test_a_fake_that_lies_is_found_out(lie: dict[str, float], tmp_path: Path) -> None:
     with running_fake(token_ms=20, **lie) as fake:
-        records = load(fake, tmp_path / "run", 10, 2, 40)
+        records = load(fake, tmp_path / "run", 20, 1, 40)
         log = fake.log()
     assert len(errors(records, log)) > 0.9 * len(records)
 
@@ -220,10 +220,10 @@ def test_distributed_runs_send_the_same_schedule(tmp_path: Path) -> None:
 
 def test_sessions_and_disconnects(tmp_path: Path) -> None:
     with running_fake(token_ms=5) as fake:
-        records = load(fake, tmp_path / "turns", 5, 2, 20, turns=3, think_s=0.1)
+        records = load(fake, tmp_path / "turns", 10, 1, 20, turns=3, think_s=0.1)
         log = {e["id"]: e for e in fake.log()}
         fake.set(token_ms=20)
-        cut = load(fake, tmp_path / "cut", 10, 2, 40, disconnect=1.0)
+        cut = load(fake, tmp_path / "cut", 20, 1, 40, disconnect=1.0)
         lost = fake.state()["lost"]
     assert len(records) == 30
     sessions: dict[str | None, list[RequestRecord]] = {}
@@ -245,7 +245,7 @@ def test_sessions_and_disconnects(tmp_path: Path) -> None:
 def test_turns_that_a_failure_keeps_from_being_sent_are_misses(tmp_path: Path) -> None:
     """Else a server that turns conversations away would be judged by those that it takes."""
     with running_fake(status=503) as fake:
-        records = load(fake, tmp_path / "run", 5, 2, 20, turns=3, think_s=0.1)
+        records = load(fake, tmp_path / "run", 10, 1, 20, turns=3, think_s=0.1)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     told = (summary["requests"], summary["failed"], summary["never_sent"], summary["unsent"])
     assert len(records) == 30 and told == (30, 30, 20, 0)
@@ -259,7 +259,7 @@ def test_turns_that_a_failure_keeps_from_being_sent_are_misses(tmp_path: Path) -
 
 def test_a_client_that_hangs_up_wants_no_more_turns(tmp_path: Path) -> None:
     with running_fake(token_ms=5) as fake:
-        records = load(fake, tmp_path / "run", 5, 2, 40, turns=3, disconnect=1.0)
+        records = load(fake, tmp_path / "run", 10, 1, 40, turns=3, disconnect=1.0)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert {r.error for r in records} == {"client_disconnect"} and {r.turn for r in records} == {0}
     assert (summary["requests"], summary["never_sent"], summary["unsent"]) == (0, 0, 20)
