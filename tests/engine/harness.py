@@ -262,7 +262,7 @@ def outputs(answers: Sequence[dict[str, Any] | None]) -> list[list[int] | None]:
     return [None if a is None else a["output_ids"] for a in answers]
 
 
-def whole_texts(server: Server, jobs: Sequence[Job], speed: float = 1.0) -> list[list[int]]:
-    """What it says to all of them, with nobody leaving."""
-    staying = [replace(job, disconnect_after=None) for job in jobs]
-    return [a["output_ids"] for a in run_jobs(server, staying, speed) if a is not None]
+def whole_texts(server: Server, jobs: Sequence[Job]) -> list[list[int]]:
+    """What it says to all of them, with nobody leaving and all at once."""
+    staying = [replace(job, disconnect_after=None, arrival_s=0.0) for job in jobs]
+    return [a["output_ids"] for a in run_jobs(server, staying) if a is not None]

@@ -39,7 +39,7 @@ def device(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
 
 def test_greedy_is_the_target_alone(device: Served, stock: Server, pair: Path) -> None:
     jobs = workload(60, seed=11, leave_every=13)
-    expected = whole_texts(stock, jobs, speed=2)
+    expected = whole_texts(stock, jobs)
     answers = run_jobs(device.server, jobs, speed=2)
     assert_same(pair, jobs, answers, expected)
     finished = [a["meta_info"] for a in answers if a is not None]
@@ -121,7 +121,7 @@ def test_greedy_is_the_target_alone_where_it_drafts_for_itself(
     alone_device: Served, stock: Server, pair: Path
 ) -> None:
     jobs = workload(60, seed=3, leave_every=13)
-    expected = whole_texts(stock, jobs, speed=2)
+    expected = whole_texts(stock, jobs)
     assert_same(pair, jobs, run_jobs(alone_device.server, jobs, speed=2), expected)
     stats = alone_device.probe.read()
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 5, "it agrees with itself too rarely or too often"

@@ -131,7 +131,7 @@ def test_models_that_our_kernels_do_not_cover(
         tmp_path, pair, "noisy", {**TREES, "cpu_weights": "off"}, {"audit_every": 1 << 30}
     )
     jobs = workload(40, seed=21)
-    expected = whole_texts(stock, jobs, speed=2)
+    expected = whole_texts(stock, jobs)
     with server.running(zygote):
         assert_same(pair, jobs, run_jobs(server, jobs, speed=2), expected)
         server.assert_idle_and_clean()

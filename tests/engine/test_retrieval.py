@@ -42,8 +42,8 @@ def test_text_is_the_same_and_comes_in_fewer_verifications(
     jobs = workload(60, seed=31, leave_every=9)
     staying = [j for j in jobs if j.disconnect_after is None]
     expected = whole_texts(stock, staying)
-    run_jobs(retrieving.server, jobs)
-    again = run_jobs(retrieving.server, staying)
+    run_jobs(retrieving.server, jobs, speed=4)
+    again = run_jobs(retrieving.server, staying, speed=4)
     assert_same(pair, staying, again, expected)
     answers = [a["meta_info"] for a in again if a is not None]
     tokens = sum(m["completion_tokens"] - 1 for m in answers)
