@@ -23,7 +23,7 @@ from tests.simulated_gpu import counts, environment, written_s
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 CUDA = {"device": "cuda", "attention-backend": "triton", "sampling-backend": "pytorch",
-        "max-running-requests": 8, "cuda-graph-bs-prefill": 64}  # fmt: skip
+        "max-running-requests": 4, "cuda-graph-bs-prefill": 64}  # fmt: skip
 MOST_WAITS = 3
 """Of an iteration: the last outcome and the candidates; and what SGLang takes from the last iteration, which
 is there by then."""

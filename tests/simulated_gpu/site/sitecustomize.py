@@ -14,7 +14,8 @@ class _Behind(MetaPathFinder):
     modules: ClassVar = {"torch": "torch", "triton.runtime.interpreter": "triton",
                "sglang.kernels.ops.kvcache.kvcache": "kv_writes",
                "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph":
-                   "breakable", "adaserve.engine.gpu.attention_kernel": "attention"}  # fmt: skip
+                   "breakable", "adaserve.engine.gpu.attention_kernel": "attention",
+               "adaserve.engine.gpu.graphs": "graphs"}  # fmt: skip
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         after = self.modules.get(name)
