@@ -8,6 +8,7 @@ draft worker of SGLang's own speculation ask, and prints what went well.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from importlib import metadata
@@ -131,3 +132,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # to end in order takes SGLang's modules seconds

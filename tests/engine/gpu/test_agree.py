@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.agree import Agreement
@@ -22,6 +21,7 @@ from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.scheduler.selection import everything
+from tests.engine.gpu.scripts import python
 from tests.engine.trees.factories import decode_rows, drafted, running
 
 
@@ -70,8 +70,14 @@ def rank(number: int, rendezvous: str, out: str) -> None:
     dist.destroy_process_group()
 
 
+IMPORTS = "import torch.multiprocessing as mp; from tests.engine.gpu.test_agree import rank"
+
+
 def test_two_ranks(tmp_path: Path) -> None:
-    mp.spawn(rank, (str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
+    """Forked where SGLang is imported and nobody else runs; no kernel is interpreted."""
+    arguments = (str(tmp_path / "rendezvous"), str(tmp_path))
+    start = f"mp.start_processes(rank, {arguments}, nprocs=2, start_method='fork')"
+    python(f"{IMPORTS}\n{start}", interpret=True)
     one, two = (torch.load(tmp_path / str(n), weights_only=False) for n in range(2))
     assert one["own"] != two["own"] and one["plan"] == two["plan"] == one["own"]
     assert not np.array_equal(one["own_keep"], two["own_keep"])
