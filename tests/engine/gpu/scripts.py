@@ -45,6 +45,7 @@ for line in sys.stdin:
         sys.stdout.flush()
         os._exit(failed)
     print(os.waitpid(pid, 0)[1], flush=True)
+os._exit(0)
 """
 
 
