@@ -31,14 +31,19 @@ windows = [
     for start, stride, width in ((0, 16, 16), (1, 0, 3))
 ]
 half, floats = torch.zeros(64, dtype=torch.float16), torch.zeros(64)
-attention = [
-    (half, half, half, half, words, table[start:], numbers[start:], bools.byte()[start:], floats, words, 0.5,
-     6144, 64, 1024, 64, 1024, 64, stride, start, 1, 1 + start, width, 4, 64, 64)
-    for start, stride, width in ((0, 16, 16), (1, 0, 3))
-]
+def attention(rows, scores):
+    for start, stride, width in ((0, 16, 16), (1, 0, 3)):
+        tiles = positions = sinks = table[start:]
+        if scores:
+            positions, sinks = numbers[start:], half[start:]
+        yield (
+            half, half, half, half, words, tiles, numbers[start:], bools.byte()[start:], floats, words,
+            positions, sinks, 0.5, 9.0 * scores, 16 * scores + start, 6144, 64, 1024, 64, 1024, 64, stride,
+            start, 1, 1 + start, width, 4, 64, 64, rows, 64, scores, scores, scores,
+        )
+
 assert compiles_once(_list, *lists) and compiles_once(_change, *windows)
-for rows in (16, 64):
-    assert compiles_once(_attend, *((*case, rows, 64) for case in attention))
+assert all(compiles_once(_attend, *attention(*kind)) for kind in ((16, False), (64, False), (16, True)))
 """
 
 
@@ -47,5 +52,5 @@ def test_the_same_as_the_host() -> None:
 
 
 def test_each_kernel_compiles_once() -> None:
-    """And for compute capability 9.0."""
+    """And for compute capability 9.0; attention for plain scores, and for all that a layer may ask."""
     python(COMPILED, interpret=False)

@@ -375,11 +375,11 @@ def after_attention(module: Any) -> None:
     module.attend_fused = _attend
 
 
-def _attend(
-    q: Any, keys: Any, values: Any, slots: Any, tiles: Any, window: Any, scaling: float, *_: Any
-) -> Any:
-    """``attend_fused``, by its definition."""
+def _attend(q: Any, keys: Any, values: Any, slots: Any, tiles: Any, window: Any, scores: Any, *_: Any) -> Any:
+    """``attend_fused`` of plain scores, by its definition."""
     import torch
+
+    assert scores.are_plain
 
     def attend(
         out: Any, q: Any, keys: Any, values: Any, slots: Any, tiles: Any, ends: Any, seen: Any
@@ -391,12 +391,12 @@ def _attend(
             tokens = slice(start, start + rows // group)
             chosen = slots[first : first + length].long()
             k, v = (x[chosen].float().repeat_interleave(group, 1) for x in (keys, values))
-            scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * scaling
+            products = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * scores.scaling
             hidden = ~seen.flatten(0, 1)[tokens] & (ends.flatten()[tokens] >= 0)[:, None]
             most = min(width, length)
             hides = torch.zeros(rows // group, length, dtype=torch.bool)
             hides[:, length - most :] = hidden[:, width - most :]
-            weights = scores.masked_fill(hides, float("-inf")).softmax(-1).nan_to_num(0.0)
+            weights = products.masked_fill(hides, float("-inf")).softmax(-1).nan_to_num(0.0)
             out[tokens] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
