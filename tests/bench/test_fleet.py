@@ -43,8 +43,10 @@ def test_the_summary_says_how_far_simulation_and_measurement_are_apart() -> None
         "predictions": {"all": told},
         "capacity": {"measured": 0.9, "simulated": {1: 0.5, 2: 0.93}},
         "other_programs": 0.1,
+        "invalid_reasons": ["requests left late"],
     }
     text = summary_text(result, 2)
+    assert text.endswith("\nthis run is not valid: requests left late")
     assert "95.0% of 20 samples (1 ties)" in text and "80.0% of 10 requests" in text and "+3.0 points" in text
 
 

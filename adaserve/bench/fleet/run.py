@@ -149,6 +149,7 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
         "capacity": asdict(capacity),
         "other_programs": round(others.share, 3),
         "valid": summary["valid"],
+        "invalid_reasons": summary["invalid_reasons"],
     }
     write_json(plan.out / "fleet.json", result)
     return result
@@ -316,4 +317,5 @@ def summary_text(result: dict[str, Any], replicas: int) -> str:
         f"{100 * (simulated - capacity['measured']):+.1f} points"
     )
     lines.append(f"other programs used {result['other_programs']:.0%} of the machine")
+    lines += [f"this run is not valid: {reason}" for reason in result["invalid_reasons"]]
     return "\n".join(lines)
