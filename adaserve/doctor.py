@@ -131,7 +131,7 @@ def check_accelerator() -> list[Finding]:
                 "a GPU is not needed for the demo",
             )
         ]
-    return [Finding("Accelerator", "note", "no CUDA device, and AdaServe's CPU platform stands back")]
+    return [Finding("Accelerator", "note", "no CUDA device, and AdaServe's CPU platform is not used")]
 
 
 def check_sglang(installed: str | None = None) -> list[Finding]:

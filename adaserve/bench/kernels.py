@@ -237,7 +237,7 @@ def kv_bytes(shape: Shape, context: int) -> int:
 
 def require_memory(kv: int) -> None:
     """Raises UserError where so many bytes of keys and values, and a quarter of that for what comes with
-    them, do not fit into the memory that is free: the kernel would end this program, or others."""
+    them, do not fit into the memory that is free: Linux would end this program, or others."""
     free = min(psutil.virtual_memory().available, usable_memory())
     if kv * 5 // 4 > free:
         raise UserError(

@@ -10,6 +10,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
 
+from adaserve.engine.trees.attention import Scores
 from adaserve.errors import UnsupportedError
 
 
@@ -80,7 +81,7 @@ def require_windows(model: torch.nn.Module, deepest: int, leaves_out: bool) -> N
     """Raises UnsupportedError where a layer's sliding window is shorter than a candidate tree (``deepest``
     tokens behind its root), or where drafts leave out part of the context: ``attend`` counts windows by the
     places of keys in their list."""
-    windows = [layer.sliding_window_size for layer in plain_layers(model) if layer.sliding_window_size > 0]
+    windows = [window for layer in plain_layers(model) if (window := Scores.of(layer).window)]
     name = type(model).__name__
     if windows and leaves_out:
         raise UnsupportedError(

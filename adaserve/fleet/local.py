@@ -44,7 +44,7 @@ BASELINE_FLAGS = ("--baseline-ms", "--adaserve-baseline-ms")
 
 _FOLDER_FLAGS = {"--learn-folder", "--adaserve-learn-folder"}
 _POLL_S = 0.5
-_WARM_REQUESTS = 18
+_WARM_REQUESTS = 18  # 126 iterations; a server believes nothing before 64
 _FLAGS = {
     "--policy": "cache_aware",
     # By default a prompt follows its prefix until one replica has 64 requests more than another one.

@@ -48,13 +48,13 @@ def runner(*layers: dict[str, Any]) -> SimpleNamespace:
 
 def test_plain_layers_are_served() -> None:
     shape = HeadShape.of(runner({}, {}))
-    assert shape.q_heads == 4 and shape.are_plain
+    assert shape.q_heads == 4 and shape.plain_scores
     CpuAttentionBackend(runner({}, {}))
 
 
 @pytest.mark.parametrize("more", [{"sliding_window_size": 128}, {"logit_cap": 50.0}])
 def test_windows_and_caps_are_served(more: dict[str, Any]) -> None:
-    assert not HeadShape.of(runner({}, more)).are_plain
+    assert not HeadShape.of(runner({}, more)).plain_scores
     CpuAttentionBackend(runner({}, more))
 
 

@@ -69,7 +69,7 @@ TYPES = {"fp16": (torch.float16, 4e-3), "bf16": (torch.bfloat16, 3e-2), "fp32": 
 @dataclass(frozen=True)
 class Case:
     """``rows`` requests of ``queries`` tokens over ``context`` cached ones. Of each other they see some, by
-    chance. ``window`` and ``cap``: of ``Scores``."""
+    chance. ``window``, ``cap`` and whether there are ``sinks``: of ``Scores``."""
 
     rows: int
     queries: int
@@ -80,6 +80,7 @@ class Case:
     dtype: str
     window: int = 0
     cap: float = 0.0
+    sinks: bool = False
 
 
 LLAMA, WIDENED = (32, 8, 128), (32, 16, 64)
@@ -93,14 +94,18 @@ EVERY = tuple(
         (16, 4, 1000), (64, 8, 1000), (1, 12, 3000), (1, 500, 150), (12, 40, 500),
     )
 )  # fmt: skip
-SLIDING = (Case(8, 3, 1500, *WIDENED, "fp16", 512), Case(1, 12, 3000, *WIDENED, "fp16", 1024, cap=50.0))
-"""Windows of Gemma 3, and caps of Gemma 2; for Triton alone."""
+SLIDING = (
+    Case(8, 3, 1500, *WIDENED, "fp16", window=512),
+    Case(1, 12, 3000, *WIDENED, "fp16", window=1024, cap=50.0),
+    Case(16, 4, 1000, *WIDENED, "fp16", window=127, sinks=True),
+)
+"""As in layers of Gemma 3, Gemma 2 and GPT-OSS; for Triton alone."""
 SERVED = tuple(c for c in EVERY if (c.q_heads, c.kv_heads, c.head_dim, c.dtype) == (*WIDENED, "fp16"))
 """By the embedded pairs."""
 SMALL = (
     Case(3, 2, 20, 4, 2, 32, "fp32"),
     Case(2, 5, 9, 4, 2, 32, "fp16"),
-    Case(2, 3, 30, 4, 2, 32, "fp32", window=9, cap=2.0),
+    Case(2, 3, 30, 4, 2, 32, "fp32", window=9, cap=2.0, sinks=True),
 )
 """For Triton's interpreter on a CPU."""
 
@@ -124,7 +129,8 @@ def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[st
     seen = (torch.rand(tokens, case.queries, generator=generator) < 0.5).numpy()
     ends, there = (torch.from_numpy(x).to(device)[None] for x in (extent.window_ends, seen))
     reference, kernel = SdpaKernel(buffers), _kernel(name, case, buffers)
-    scores = Scores(case.head_dim**-0.5, case.window, case.cap)
+    sinks = torch.randn(case.q_heads, generator=generator).to(device) if case.sinks else None
+    scores = Scores(case.head_dim**-0.5, case.window, case.cap, sinks)
     positions = (torch.arange(tokens) % case.queries + case.context).to(device)
     for one in (reference, kernel, kernel):  # a later plan takes another way than the first one
         set_out(one, extent, device)

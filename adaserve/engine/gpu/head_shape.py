@@ -22,7 +22,7 @@ class HeadShape:
     scaling: float
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
-    are_plain: bool = True  # the scores of all layers, see ``Scores``
+    plain_scores: bool = True
 
     @staticmethod
     def of(runner: Any) -> HeadShape:
@@ -39,5 +39,5 @@ class HeadShape:
         dtype = runner.token_to_kv_pool.dtype
         if dtype.itemsize == 1:
             raise UnsupportedError("an 8-bit KV cache is not supported: remove --kv-cache-dtype")
-        are_plain = all(Scores.of(layer).are_plain for layer in layers)
-        return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, dtype, are_plain)
+        plain_scores = all(Scores.of(layer).are_plain for layer in layers)
+        return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, dtype, plain_scores)

@@ -32,12 +32,12 @@ def kernel_maker(
     heads = HeadShape.of(runner)
     if device.type != "cuda":
         return "sdpa", lambda buffers, rows, place: SdpaKernel(buffers)
-    if setting == "flashinfer" and not heads.are_plain:
+    if setting == "flashinfer" and not heads.plain_scores:
         logger.warning(
             "AdaServe: FlashInfer does not serve trees with sliding windows or capped scores, so our own "
             "kernel in Triton does"
         )
-    if setting != "flashinfer" or not heads.are_plain:
+    if setting != "flashinfer" or not heads.plain_scores:
         return "triton", own_kernel(heads, device)
     workspace = torch.empty(workspace_bytes(heads, rows, tokens), dtype=torch.uint8, device=device)
     plans: dict[int, Tensor] = {}

@@ -227,7 +227,7 @@ def test_the_setting_chooses(setting: Any, device: str, name: str, monkeypatch: 
 def test_flashinfer_is_not_used_for_windows_in_trees(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(HeadShape, "of", lambda runner: replace(HEADS, are_plain=False))
+    monkeypatch.setattr(HeadShape, "of", lambda runner: replace(HEADS, plain_scores=False))
     monkeypatch.setattr(kernel_choice, "own_kernel", lambda heads, device: None)
     assert kernel_choice.kernel_maker("flashinfer", None, torch.device("cuda"), 8, 64)[0] == "triton"
     assert "FlashInfer does not serve trees with sliding windows" in caplog.text
