@@ -86,7 +86,11 @@ def tell_what_is_not_used(args: Any) -> None:
         (args.speculative_accept_threshold_single != 1.0, "speculative-accept-threshold-single", exact),
         (args.speculative_accept_threshold_acc != 1.0, "speculative-accept-threshold-acc", exact),
         (args.speculative_use_rejection_sampling, "speculative-use-rejection-sampling", exact),
-        (args.speculative_token_map, "speculative-token-map", "all tokens are drafted"),
+        (
+            args.speculative_token_map and not args.speculative_draft_model_path,
+            "speculative-token-map",
+            "there is no draft model",
+        ),
     ]
     for given, flag, why in unused:
         if given:

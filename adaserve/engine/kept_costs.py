@@ -41,8 +41,8 @@ FAR = 1.5
 
 
 _OF_SERVER = (
-    "tp_size", "dtype", "quantization", "speculative_draft_model_quantization", "kv_cache_dtype",
-    "disable_cuda_graph",
+    "tp_size", "dtype", "quantization", "speculative_draft_model_quantization", "speculative_token_map",
+    "kv_cache_dtype", "disable_cuda_graph",
 )  # fmt: skip
 """SGLang's settings that change what a forward costs."""
 

@@ -911,17 +911,19 @@ def test_a_wrong_output_is_no_tie() -> None:
 def test_commands() -> None:
     flags = {}
     for kind in (ADASERVE, PLAIN, *OWN):
-        command = spec_of(Pair("target", "draft", "cuda", ("--x", "1")), kind).command()
+        given = ("--speculative-token-map=m.pt", "--x", "1")
+        command = spec_of(Pair("target", "draft", "cuda", given), kind).command()
         flags[kind] = " ".join(command)
         assert "--model-path target" in flags[kind] and flags[kind].count("--x 1") == 1
     assert "--speculative-algorithm ADASERVE" in flags[ADASERVE]
-    assert "speculative" not in flags[PLAIN]
+    assert "speculative-algorithm" not in flags[PLAIN] and "draft" not in flags[PLAIN]
+    assert "m.pt" in flags[ADASERVE] and not any("m.pt" in flags[kind] for kind in OWN)
     for kind, topk in zip(OWN, ("1", "2"), strict=True):
         assert "--speculative-algorithm STANDALONE" in flags[kind]
         assert "--speculative-draft-model-path draft" in flags[kind]
         assert f"--speculative-eagle-topk {topk}" in flags[kind]
-        headed = spec_of(Pair("target", "head", "cuda", kind="eagle3"), kind).command()
-        assert "EAGLE3" in headed and "STANDALONE" not in headed
+        headed = spec_of(Pair("target", "head", "cuda", given, "eagle3"), kind).command()
+        assert "EAGLE3" in headed and "STANDALONE" not in headed and given[0] in headed
 
 
 def test_few_requests_are_asked_more_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,14 @@ PARAMETERS = {
         "batch", "model_runner", "return_hidden_states_before_norm",
     },
     "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": {"hidden_states", "lm_head"},
+    "sglang.srt.layers.logits_processor.LogitsProcessor.forward": {"input_ids", "hidden_states", "lm_head"},
+    "sglang.srt.layers.vocab_parallel_embedding.ParallelLMHead.__init__": {
+        "num_embeddings", "embedding_dim", "params_dtype",
+    },
+    "sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding.weight_loader": {
+        "param", "loaded_weight",
+    },
+    "sglang.srt.speculative.spec_utils.load_token_map": {"token_map_path"},
     "sglang.srt.layers.sampler.sampling_from_probs_torch": {"probs", "sampling_seed", "positions"},
     "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": {
         "probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -50,8 +51,17 @@ def spec_of(pair: Pair, kind: str) -> ServerSpec:
     flags = (*(("--max-total-tokens", "65536") if pair.device == "cpu" else ()), *pair.flags)
     spec = ServerSpec(pair.target, pair.draft, extra=flags)
     if kind in TREES:
-        return replace(spec, algorithm=OWN_ALGORITHM[pair.kind], extra=(*flags, *TREES[kind]))
+        algorithm = OWN_ALGORITHM[pair.kind]
+        own = _without_map(flags) if algorithm == "STANDALONE" else flags
+        return replace(spec, algorithm=algorithm, extra=(*own, *TREES[kind]))
     return spec if kind == ADASERVE else replace(spec, algorithm=None)
+
+
+def _without_map(flags: tuple[str, ...]) -> list[str]:
+    """SGLang's STANDALONE does not keep the listed tokens' rows, and takes the numbers of all for theirs."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--speculative-token-map")
+    return parser.parse_known_args(flags)[1]
 
 
 @contextmanager

@@ -55,7 +55,8 @@ def _mtp_as_model(model: Any) -> SimpleNamespace:
     layers = SimpleNamespace(
         embed_tokens=inner.embed_tokens, layers=[inner.mtp_block], norm=inner.final_layernorm
     )
-    return SimpleNamespace(model=layers, lm_head=model.lm_head, config=model.config)
+    ids = getattr(model, "hot_token_id", None)
+    return SimpleNamespace(model=layers, lm_head=model.lm_head, config=model.config, hot_token_id=ids)
 
 
 def _common_obstacles(model: Any) -> Iterator[str]:
@@ -124,12 +125,14 @@ def read_weights(model: Any) -> tuple[ModelWeights, ModelConfig]:
     )
     embed = _vocab_rows(inner.embed_tokens, config.vocab_size)
     head_rows = getattr(model.config, "draft_vocab_size", None) or config.vocab_size
+    ids = getattr(model, "hot_token_id", None)  # of a draft that knows some tokens alone
     weights = ModelWeights(
         embed=embed,
         layers=tuple(_read_layer(layer) for layer in inner.layers),
         final_norm=inner.norm.weight.detach(),
-        lm_head=_vocab_rows(model.lm_head, head_rows),
+        lm_head=_vocab_rows(model.lm_head, head_rows if ids is None else len(ids)),
         cos_sin=attention.rotary_emb.cos_sin_cache.detach(),
+        token_ids=None if ids is None else ids.long().cpu(),
     )
     return weights, config
 
@@ -144,9 +147,7 @@ def read_head(model: Any) -> tuple[ModelWeights, ModelConfig]:
         replace(first, hidden_norm=norms[0]),
         *(replace(layer, input_norm=norm) for layer, norm in zip(later, norms[1:], strict=True)),
     )
-    ids = None if model.hot_token_id is None else model.hot_token_id.long().cpu()
-    own = replace(weights, layers=layers, token_ids=ids, norm_output=model.model.norm_output)
-    return own, config
+    return replace(weights, layers=layers, norm_output=model.model.norm_output), config
 
 
 def read_mtp(model: Any) -> tuple[ModelWeights, ModelConfig]:

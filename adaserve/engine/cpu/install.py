@@ -60,10 +60,10 @@ def lean_of(model: Any) -> LeanModel | None:
 
 
 def store_again(model: Any, storage: Storage) -> None:
-    """Stores the weights of a model that has the lean forward in another way: when a model is loaded, nobody
-    knows yet that it is a draft."""
+    """Stores the weights of a draft that has the lean forward in another way, or without tokens that it shall
+    not know: when a model is loaded, nobody knows yet that it is a draft."""
     lean = lean_of(model)
-    if lean is not None and lean.storage != storage:
+    if lean is not None and (lean.storage != storage or getattr(model, "hot_token_id", None) is not None):
         lean.store(read_weights(model)[0], storage)
 
 

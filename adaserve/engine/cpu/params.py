@@ -67,7 +67,7 @@ class ModelWeights:
     lm_head: torch.Tensor  # [vocab, H], or a row for each of `token_ids`; rows of `embed` when tied
     cos_sin: torch.Tensor  # [max positions, rotary_dim], cosines then sines, scaling included
     token_ids: torch.Tensor | None = None
-    """int64 [rows of lm_head]: the token of each row, for a head that knows only some tokens; None: row
+    """int64 [rows of lm_head]: the token of each row, for a draft that knows only some tokens; None: row
     i is token i."""
     stage: InputStage | None = None
     """Of an MTP layer, which takes in its own states after the final norm."""

@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import get_model
 from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
 from adaserve.engine.cpu.gumbel import best_of
 from adaserve.engine.cpu.params import Inputs
+from adaserve.engine.cpu.torch_forward import all_tokens
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.trees.attention import TreeAttentionPlan
 
@@ -28,7 +29,9 @@ class SGLangForward:
 
     def hidden(self, inputs: Inputs) -> torch.Tensor:
         assert inputs.before is None, "heads have a forward of their own"
-        return self._run(self._forward_batch(inputs), inputs.plan).next_token_logits
+        logits = self._run(self._forward_batch(inputs), inputs.plan).next_token_logits
+        known = getattr(self._runner.model, "hot_token_id", None)
+        return all_tokens(logits, known, self._runner.model_config.vocab_size)
 
     def _forward_batch(self, inputs: Inputs) -> ForwardBatch:
         plan = inputs.plan

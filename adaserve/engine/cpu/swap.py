@@ -25,6 +25,9 @@ _FUSED = {
 EMBEDDING = "model.embed_tokens.weight"
 """A head's is the target's, which must stay as it is."""
 
+OUTPUT = "lm_head.weight"
+"""A model whose checkpoint has none makes logits with its embedding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -44,7 +47,7 @@ def served(model: Any) -> Weights:
 @torch.no_grad()
 def require_fit(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ValueError where ``prepared`` would for such tensors, of which there are only the shapes yet."""
-    tensors = {_in_sglang(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors = _by_sglang(model, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
     for name, p in model.named_parameters():
         _fitted(name, p.data.to("meta"), tensors)
 
@@ -55,7 +58,7 @@ def prepared(model: Any, tensors: Mapping[str, Tensor]) -> Weights:
 
     Raises ValueError when they do not fit the model.
     """
-    tensors = {_in_sglang(name): t for name, t in tensors.items()}
+    tensors = _by_sglang(model, tensors)
     kept = {EMBEDDING} if _is_head(model) else set()
     params = {
         name: p.data if name in kept else _fitted(name, p.data, tensors)
@@ -81,6 +84,17 @@ def exchange(model: Any, weights: Weights) -> None:
 
 def _is_head(model: Any) -> bool:
     return type(model).__name__ == EAGLE3
+
+
+def _by_sglang(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's tensors by SGLang's names; of the output matrix, the rows that the draft keeps."""
+    named = {_in_sglang(name): t for name, t in tensors.items()}
+    ids = getattr(model, "hot_token_id", None)
+    if ids is not None and not _is_head(model):  # a head's own checkpoint has no others
+        every = named.get(OUTPUT, named.get(EMBEDDING))
+        if every is not None:
+            named[OUTPUT] = every[ids.to(every.device)]
+    return named
 
 
 def _in_sglang(name: str) -> str:

@@ -31,7 +31,7 @@ from adaserve.engine.gpu.graphs import GraphTable, capture_all, least_free_bytes
 from adaserve.engine.gpu.heads import GpuHead, gpu_head
 from adaserve.engine.gpu.kernel_choice import kernel_maker
 from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
-from adaserve.engine.gpu.model import Parts, SGLangCall
+from adaserve.engine.gpu.model import Parts, SGLangCall, known_tokens
 from adaserve.engine.gpu.prompts import (
     MOST_TOKENS,
     PromptForward,
@@ -162,6 +162,7 @@ class GpuDevice:
                 last_position=int(target.model_config.context_len) - 1,
                 last_token=int(runner.model_config.vocab_size) - 1,
                 follows=attention != "flashinfer",
+                words=known_tokens(runner.model, device),
             )
 
         searches, of_drafts = list(sizes.searches()), list(sizes.drafts())

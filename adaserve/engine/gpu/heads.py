@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from sglang.srt.layers.logits_processor import LogitsMetadata
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -155,9 +154,7 @@ def gpu_head(parts: Parts, target: Any, head: Any, config: AdaServeConfig) -> Gp
     """The forward of the head that the ``ModelRunner`` ``head`` holds; ``parts``: as a draft model's.
 
     The first step has room for all that its own tree can have had accepted. Raises UnsupportedError."""
-    ids = getattr(head.model, "hot_token_id", None)  # an MTP layer knows all tokens
-    words = None if ids is None else ids.to(device=parts.device, dtype=torch.int64)
     call = SGLangMTP(head) if type(head.model).__name__ == MTP else SGLangHead(head)
     # What it reads first are all tokens that were accepted, and only the device knows how many these are.
-    own = replace(parts, call=call, first=1 + config.max_depth, follows=False, words=words)
+    own = replace(parts, call=call, first=1 + config.max_depth, follows=False)
     return GpuHead(own, hidden_states_of(target, head))

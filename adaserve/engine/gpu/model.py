@@ -135,6 +135,13 @@ class SGLangCall:
             yield batch
 
 
+def known_tokens(model: Any, device: torch.device) -> Tensor | None:
+    """int64 [V]: the tokens that the logits of a draft stand for that knows some alone; None = all, in their
+    order."""
+    ids = getattr(model, "hot_token_id", None)
+    return None if ids is None else ids.to(device=device, dtype=torch.int64)
+
+
 @dataclass(frozen=True)
 class Parts:
     """What all forwards of one model work with.
@@ -143,8 +150,7 @@ class Parts:
     rotary angle; tokens beyond it are never kept, so they may compute anything. ``last_token``: the last row
     of the embedding; a target with more of them only pads further, but its padding must not be looked up.
     ``first``: tokens per request that the first step of a search has room for. ``follows``: as in
-    ``ModelForward``. ``words``: int64 [V], the tokens that a head's logits stand for; None = all, in their
-    order.
+    ``ModelForward``. ``words``: as ``known_tokens``.
     """
 
     call: ModelCall

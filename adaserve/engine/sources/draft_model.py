@@ -21,6 +21,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import DraftKind, draft_kind, other_size, require_known_head
 from adaserve.engine.plain_attention import require_served, require_windows
+from adaserve.engine.sources.token_map import FLAG, keep_tokens, token_map
 from adaserve.errors import UnsupportedError
 from adaserve.fingerprint import local_folder
 from adaserve.host import on_device
@@ -88,6 +89,9 @@ class DraftModels(EagleDraftWorkerBase):
                 require_windows(worker.model_runner.model, config.deepest, config.draft_window != 0)
             else:  # a head has the target's tokens
                 share_embeddings(target_worker, worker, kind)
+            if (listed := server_args.speculative_token_map) is not None:
+                with draft_tp_context(layout):
+                    keep_listed(listed, worker, path, kind, config)
         models = zip(paths, workers, kinds, strict=True)
         self.models = tuple(DraftModel(path, worker, layout, kind) for path, worker, kind in models)
 
@@ -162,6 +166,16 @@ def share_embeddings(target: Any, head: Any, kind: DraftKind) -> None:
         model.set_embed_and_head(embed, matrix)
     else:
         model.set_embed(embed)
+
+
+def keep_listed(listed: str, draft: Any, path: str, kind: DraftKind, config: AdaServeConfig) -> None:
+    """From now on the draft at ``path`` knows the tokens alone that the file ``listed`` names. Raises
+    UnsupportedError."""
+    if kind == "eagle3":  # as in SGLang
+        logger.warning("AdaServe: %s has no effect: the EAGLE-3 head has a vocabulary of its own", FLAG)
+        return
+    runner, least = draft.model_runner, max(config.widest, *config.for_policies().fixed_branching)
+    keep_tokens(runner.model, token_map(listed, runner.model_config.vocab_size, least), path)
 
 
 def require_same_size(target: Any, draft: Any, path: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adaserve.engine.cpu import LeanModel, ModelConfig, ModelWeights
 from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
-from adaserve.engine.cpu.swap import exchange, prepared, served
+from adaserve.engine.cpu.swap import EMBEDDING, exchange, prepared, require_fit, served
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, read_hf, run
 
 PADDING = 5
@@ -57,6 +57,21 @@ def test_every_parameter_is_exchanged_and_back() -> None:
         assert torch.equal(one, right), name
     exchange(model, before)
     assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("output", [EMBEDDING, "lm_head.weight"])
+def test_a_draft_that_knows_some_tokens_gets_their_rows(output: str) -> None:
+    """Of the checkpoint's output matrix, which may be its embedding."""
+    model, state, ids = Served(hf_model(seed=1)), state_of(hf_model(seed=2)), torch.tensor([7, 3, 90])
+    model.names["lm_head"] = "lm_head.weight"
+    model.register_parameter("lm_head", nn.Parameter(torch.zeros(len(ids), state[EMBEDDING].shape[1])))
+    model.hot_token_id = ids
+    state.setdefault(output, torch.randn_like(state[EMBEDDING]))
+    require_fit(model, {name: tuple(t.shape) for name, t in state.items()})
+    exchange(model, prepared(model, state))
+    new = dict(model.named_parameters())
+    assert torch.equal(new["lm_head.weight"], state[output][ids])
+    assert torch.equal(new[EMBEDDING][:-PADDING], state[EMBEDDING])
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj.weight", "model.embed_tokens.weight"])

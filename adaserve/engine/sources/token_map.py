@@ -1,0 +1,67 @@
+"""Drafts that know the most frequent tokens alone (FR-Spec, section 3): ``--speculative-token-map``.
+
+A draft step reads its whole output matrix and looks through as many logits. Of a vocabulary of 150,000 tokens
+32,000 make up nearly all text, so a draft with the rows of these is cheaper and hardly worse. The target
+still writes any token: a draft only guesses.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.speculative.spec_utils import load_token_map
+from torch import Tensor
+
+from adaserve.errors import UnsupportedError
+
+FLAG = "--speculative-token-map"
+
+
+def token_map(path: str, vocabulary: int, least: int) -> Tensor:
+    """int64 [k]: the tokens that a draft keeps, by a file as SGLang reads it: a list of ids, written by
+    ``torch.save``. ``vocabulary``: the draft's; ``least``: how many a draft step needs.
+
+    Raises UnsupportedError.
+    """
+    try:
+        ids = load_token_map(path)
+    except Exception as error:  # of a file, of what it holds, or of a model hub
+        raise UnsupportedError(
+            f"{FLAG} {path} cannot be read ({error}): give a file that torch.save has written, with a list "
+            "of token ids"
+        ) from error
+    known = ids[(ids >= 0) & (ids < vocabulary)].unique()
+    if ids.dim() != 1 or len(known) != len(ids) or len(ids) < least:
+        raise UnsupportedError(
+            f"{FLAG} {path} must list at least {least} different ids from 0 to {vocabulary - 1}, the draft's "
+            f"tokens: it has {ids.numel()}, and {len(known)} of them are different tokens of the draft"
+        )
+    return ids
+
+
+def keep_tokens(model: Any, ids: Tensor, path: str) -> None:
+    """From now on SGLang's ``model``, the draft at ``path``, has logits of the tokens ``ids`` [k] alone, in
+    their order. They are called ``hot_token_id``, as SGLang does in heads. Raises UnsupportedError."""
+    all_rows = getattr(model, "lm_head", None) or model.model.embed_tokens  # which Gemma makes logits with
+    weight = all_rows.weight
+    if not weight.is_floating_point() or getattr(all_rows, "bias", None) is not None:
+        raise UnsupportedError(
+            f"the output matrix of the draft {path} is quantised or has a bias: leave {FLAG} out"
+        )
+    if get_tp_group().world_size > 1:  # each rank has its part of the rows
+        weight = get_tp_group().all_gather(weight, dim=0)
+    with weight.device:
+        kept = ParallelLMHead(len(ids), weight.shape[1], params_dtype=weight.dtype)
+    kept.weight_loader(kept.weight, weight[ids.to(weight.device)])
+    model.lm_head, model.hot_token_id = kept, ids
+    processor = model.logits_processor
+    processor.vocab_size = len(ids)
+    processor.forward = partial(_forward, processor.forward, kept)
+
+
+def _forward(forward: Any, kept: Any, input_ids: Any, states: Any, _: Any, *more: Any, **named: Any) -> Any:
+    """Whatever matrix a model makes its logits with."""
+    return forward(input_ids, states, kept, *more, **named)
