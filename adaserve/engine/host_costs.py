@@ -6,7 +6,8 @@ import logging
 from typing import Any
 
 from adaserve.engine.host_load import OtherProcesses
-from adaserve.engine.kept_costs import save_learned
+from adaserve.engine.kept_costs import BUSY_SHARE, save_learned
+from adaserve.scheduler.cost_table import PATIENCE_S
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.slo.ledger import SLOLedger
 
@@ -22,6 +23,9 @@ second: now and then a busy host looks quiet for a moment, as where all sizes th
 CALM_LOOKS = 5
 
 LOOK_EVERY_S, SAVE_EVERY_S = 2.0, 30.0
+
+SHARED_LOOKS = round(PATIENCE_S / LOOK_EVERY_S)
+"""After this many looks in a row that found other processes at work, the host is taken to be like that."""
 
 KNOWN_S = 10.0
 """A server that has served nothing for longer does not know whether the host is busy."""
@@ -50,20 +54,21 @@ class HostCosts:
         self._iterations = self._alone = 0
         self._looked_s = self._saved_s = 0.0
         self._others, self._others_share = OtherProcesses(), 0.0
-        self._busy, self._calm_looks = False, 0
+        self._busy, self._calm_looks, self._shared_looks = False, 0, 0
 
     def observed(self, now_s: float, requests: int) -> None:
         """Call after every iteration that the policy has observed; ``requests`` ran in it."""
         self._iterations += 1
         self._alone = self._alone + 1 if requests == 1 else 0
-        if self._iterations < FIRST_LOOK or now_s < self._looked_s + LOOK_EVERY_S:
+        if now_s < self._looked_s + LOOK_EVERY_S:
             return
         self._looked_s = now_s
-        self._others_share = self._others.share()
         self._look_at_host()
+        if self._iterations < FIRST_LOOK:
+            return
         if self._follow:
             self._set_baseline()
-        if self._saves and now_s > self._saved_s + SAVE_EVERY_S and not self._busy:
+        if self._saves and now_s > self._saved_s + SAVE_EVERY_S and self._quiet:
             self._saved_s = now_s
             self._save()
 
@@ -80,7 +85,16 @@ class HostCosts:
             self._saves = False
             logger.warning("AdaServe: learned costs can't be kept for the next start: %s", error)
 
+    @property
+    def _quiet(self) -> bool:
+        """Whether what was learned is the cost of the quiet host, as far as anybody can tell: sizes that are
+        new beside other processes look no slower than ever."""
+        return not self._busy and not 0 < self._shared_looks <= SHARED_LOOKS
+
     def _look_at_host(self) -> None:
+        self._others_share = self._others.share()
+        is_shared = self._others_share > BUSY_SHARE and self._meta["device"] == "cpu"  # a GPU times itself
+        self._shared_looks = self._shared_looks + 1 if is_shared else 0
         slowdown = self._costs.slowdown
         self._calm_looks = self._calm_looks + 1 if slowdown < CALM else 0
         if not self._busy and slowdown > BUSY:
@@ -112,7 +126,7 @@ class HostCosts:
         """Under load, or on a busy host, it may fall, since a forward never takes less than it has to. But it
         does not rise: many requests are slow because they are many, and that must not loosen SLOs."""
         old_s, new_s = self._ledger.baseline_s, self._costs.baseline_s(BASELINE_CONTEXT)
-        if new_s > old_s and (self._busy or self._alone < ALONE):
+        if new_s > old_s and (not self._quiet or self._alone < ALONE):
             return
         if abs(new_s / old_s - 1) > MOVED:
             self._ledger.baseline_s = new_s

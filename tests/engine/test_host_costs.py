@@ -18,7 +18,14 @@ import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine import host_load, kept_costs
-from adaserve.engine.host_costs import BASELINE_CONTEXT, FIRST_LOOK, KNOWN_S, LOOK_EVERY_S, HostCosts
+from adaserve.engine.host_costs import (
+    BASELINE_CONTEXT,
+    FIRST_LOOK,
+    KNOWN_S,
+    LOOK_EVERY_S,
+    SHARED_LOOKS,
+    HostCosts,
+)
 from adaserve.engine.host_load import OtherProcesses
 from adaserve.engine.measure import Grid
 from adaserve.scheduler.costs import LearnedCosts, known_sizes
@@ -29,7 +36,7 @@ from adaserve.slo.classes import SLOConfig
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.stats import SLOStats
 
-META = {"host": "here", "target": "pair"}
+META = {"host": "here", "target": "pair", "device": "cpu"}
 TABLE = TableCost((1.0, 4.0, 8.0, 16.0, 32.0), (0.010, 0.011, 0.013, 0.012, 0.020))
 QUIET = LatencyModel(ForwardCost(2e-4), TABLE, 1e-3)
 KEPT = replace(QUIET, verify=replace(TABLE, known=TABLE.tokens))
@@ -64,10 +71,14 @@ def one_token_ms(model: LatencyModel) -> float:
 class Server:
     """The part of a worker that is tested, with a clock of its own."""
 
-    def __init__(self, model: LatencyModel, follow: bool = True, saves: bool = True) -> None:
+    def __init__(
+        self, model: LatencyModel, follow: bool = True, saves: bool = True, others: float = 0.0, **meta: str
+    ) -> None:
+        """``others``: share of the processors that other processes use."""
         self.costs = LearnedCosts(model)
         self.ledger = SLOLedger(self.costs.baseline_s(BASELINE_CONTEXT), SLOStats(SLOConfig(), None))
-        self.host = HostCosts(self.costs, self.ledger, META, saves=saves, follow=follow)
+        self.host = HostCosts(self.costs, self.ledger, META | meta, saves=saves, follow=follow)
+        self.host._others = SimpleNamespace(share=lambda: others)
         self.now_s = 100.0
 
     def serve(
@@ -276,6 +287,22 @@ def test_the_baseline_does_not_rise_while_the_host_is_busy() -> None:
             server.now_s += LOOK_EVERY_S
             server.host.observed(server.now_s, 1)
         assert server.ledger.baseline_s == expected
+
+
+@pytest.mark.parametrize(
+    ("others", "device", "stays"), [(0.1, "cpu", False), (0.5, "cpu", True), (0.5, "a GPU", False)]
+)
+def test_sizes_that_are_new_beside_other_processes_do_not_raise_the_baseline(
+    others: float, device: str, stays: bool
+) -> None:
+    """Nor are they kept: there is no known size that would say how slow they are. A GPU times itself."""
+    server = Server(QUIET, others=others, device=device)
+    server.serve(400, times=3.0)
+    assert server.report()["slowdown"] == pytest.approx(1.0, abs=0.1)
+    assert server.ledger.baseline_s == pytest.approx(0.011 if stays else 0.031, rel=0.05)
+    assert any(kept_costs.learned_path(META).parent.glob("*")) != stays
+    server.serve(10 * SHARED_LOOKS, times=3.0)
+    assert server.ledger.baseline_s == pytest.approx(0.031, rel=0.05), "the host is like that"
 
 
 def test_a_server_that_met_load_alone_leaves_the_baseline_to_the_next() -> None:
