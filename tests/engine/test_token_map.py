@@ -15,17 +15,20 @@ from adaserve.host import DEVICE_PATH_ENV
 from tests.engine.conftest import EXACT_DRAFT, Served, adaserve_server
 from tests.engine.harness import Server, Zygote, run_jobs, workload
 from tests.engine.pairs import VOCAB
+from tests.engine.test_tensor_parallel import CORES
 
 DEPTH = 4
-KNOWN = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[: VOCAB * 3 // 4].tolist()
+KNOWN = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[:383].tolist()
 
 
-@pytest.fixture(scope="module", params=["cpu", "sglang", "device"])
+@pytest.fixture(
+    scope="module", params=["cpu", "sglang", "device", pytest.param("ranks", marks=pytest.mark.slow)]
+)
 def knowing(
     request: pytest.FixtureRequest, zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """The draft is a copy of the target without a quarter of its tokens: by our forward, by SGLang's, and as
-    on GPUs."""
+    """The draft is a copy of the target without a quarter of its tokens: by our forward, by SGLang's, as on
+    GPUs, and there in two halves."""
     way, folder = str(request.param), tmp_path_factory.mktemp(f"map_{request.param}")
     torch.save(KNOWN, folder / "tokens.pt")
     server, probe = adaserve_server(
@@ -37,11 +40,14 @@ def knowing(
             "cpu_weights": "auto" if way == "cpu" else "off",
         },
         {"audit_every": 1 << 30},
-        overlap=way == "device",
-        **{"speculative-token-map": folder / "tokens.pt"},
+        overlap=way in ("device", "ranks"),
+        **{"speculative-token-map": folder / "tokens.pt", "tp-size": 1 + (way == "ranks")},
     )  # fmt: skip
-    if way == "device":
+    if way in ("device", "ranks"):
         server.environment[DEVICE_PATH_ENV] = "1"
+    if way == "ranks":
+        server.environment |= CORES
+        del server.environment["ADASERVE_PROBE"]  # it knows one rank only
     with server.running(zygote):
         yield Served(way, server, probe)
         server.assert_idle_and_clean()
@@ -67,7 +73,7 @@ def test_what_it_knows_is_accepted_and_nothing_else(knowing: Served, stock: Serv
         said: list[int] = answer["output_ids"]
         assert said == same["output_ids"]
         more = answer["meta_info"].get("spec_verify_ct", 0) - verifications(said)
-        assert more == 0 or (more == 1 and knowing.name == "device"), (
+        assert more == 0 or (more == 1 and knowing.name in ("device", "ranks")), (
             "near its end a draft made early is short"
         )
         unknown += len(set(said) - set(KNOWN))
