@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import AdaServeConfig
@@ -38,7 +39,7 @@ def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
     ours = AdaServeConfig.load()
     for path in draft_paths(ours):
         config = draft_config(kvc.server_args, path)
-        configurator._cell_size += draft_bytes_per_token(config, kvc.kv_cache_dtype)
+        configurator._cell_size += draft_bytes_per_token(config)
         if draft_kind(config.hf_config.architectures, ours.draft_kind, path) != "model":
             configurator._cell_size += hidden_bytes_per_token(config, kvc.kv_cache_dtype)
     if ours.medusa is not None:
@@ -73,15 +74,30 @@ def draft_config(server_args: Any, path: str, **more: Any) -> Any:
 
 
 def hidden_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """The hidden state that heads read of a token of the target."""
-    return int(config.hidden_size * dtype.itemsize)
+    """The hidden state that heads read of a token of the target; ``dtype``: of its KV."""
+    return int(config.hidden_size * states_dtype(dtype, config.dtype).itemsize)
 
 
-def draft_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Keys and values of one token in every layer of the draft, on one rank."""
-    from sglang.srt.runtime_context import get_parallel
+def states_dtype(of_kv: torch.dtype, of_model: torch.dtype) -> torch.dtype:
+    """How hidden states are kept: as keys and values are, but not in 8 bits, for which they vary too much."""
+    return of_model if of_kv.itemsize == 1 else of_kv
+
+
+def draft_bytes_per_token(config: Any) -> int:
+    """Keys and values of one token in every layer of the draft, on one rank. A checkpoint of the target in 8
+    bits may bring a KV cache in 8 bits with it, which is none for the draft."""
+    from sglang.srt.runtime_context import get_model, get_parallel, get_spec
 
     parallel = get_parallel()
+    _, dtype = configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=get_model().kv_cache_dtype,
+        model=None,
+        model_dtype=config.dtype,
+        is_draft_worker=True,
+        is_dflash=False,
+        speculative_draft_attention_backend="",
+        speculative_draft_kv_cache_dtype=get_spec().speculative_draft_kv_cache_dtype,
+    )
     heads = config.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
     # An MTP layer's config is its target's.
     layers = config.num_nextn_predict_layers or config.num_hidden_layers

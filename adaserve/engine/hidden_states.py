@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adaserve.draft_kind import MTP
 from adaserve.errors import UnsupportedError
+from adaserve.patches.kv_sizing import states_dtype
 
 
 class HiddenStates:
@@ -97,7 +98,7 @@ def hidden_states(target: Any, head: Any) -> HiddenStates:
     require_own_tokens(head)
     pool, layers = target.token_to_kv_pool.k_buffer[0], layers_to_capture(target.model, head)
     size, made = head.config.hidden_size, partial(project, head.model)
-    return HiddenStates(pool.shape[0], size, pool.dtype, layers, made, pool.device)
+    return HiddenStates(pool.shape[0], size, _dtype(target), layers, made, pool.device)
 
 
 def require_same_sizes(target: Any, layer: Any) -> None:
@@ -131,4 +132,8 @@ def require_own_tokens(head: Any) -> None:
 def final_states(target: Any, size: int) -> HiddenStates:
     """What comes out of the final norm of the ``ModelRunner`` ``target``, ``size`` wide."""
     pool = target.token_to_kv_pool.k_buffer[0]
-    return HiddenStates(pool.shape[0], size, pool.dtype, device=pool.device)
+    return HiddenStates(pool.shape[0], size, _dtype(target), device=pool.device)
+
+
+def _dtype(target: Any) -> torch.dtype:
+    return states_dtype(target.token_to_kv_pool.dtype, target.dtype)

@@ -9,6 +9,8 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
 
 from adaserve.engine.trees.attention import Scores
 from adaserve.errors import UnsupportedError
@@ -40,6 +42,20 @@ def plain_layers(model: torch.nn.Module) -> list[RadixAttention]:
             f"{type(model).__name__} is not supported: its layers have keys of different sizes"
         )
     return layers
+
+
+def write_kv(pool: Any, layer: RadixAttention, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Puts what a layer has made of some tokens at their ``slots``, int64 [T], of SGLang's ``pool``. In 8
+    bits it is divided by scales that came with a checkpoint, as SGLang's own backends do it."""
+    scales = (layer.k_scale, layer.v_scale) if pool.dtype.itemsize == 1 else (None, None)
+    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values, *scales)
+
+
+def scales_of(pool: Any, layer: RadixAttention) -> tuple[float, float]:
+    """What keys and values that ``write_kv`` has written are to be multiplied by."""
+    if pool.dtype.itemsize > 1 or layer.k_scale_float is None:
+        return 1.0, 1.0
+    return layer.k_scale_float, layer.v_scale_float
 
 
 def require_served(model_config: Any) -> None:

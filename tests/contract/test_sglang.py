@@ -264,6 +264,10 @@ PARAMETERS = {
         "param", "loaded_weight",
     },
     "sglang.srt.speculative.spec_utils.load_token_map": {"token_map_path"},
+    "sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype": {
+        "server_args_kv_cache_dtype", "model", "model_dtype", "is_draft_worker", "is_dflash",
+        "speculative_draft_attention_backend", "speculative_draft_kv_cache_dtype",
+    },
     "sglang.srt.layers.sampler.sampling_from_probs_torch": {"probs", "sampling_seed", "positions"},
     "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": {
         "probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions",

@@ -1,6 +1,7 @@
 """Attention that our code does not compute is refused, on every device: its text would be another one."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,11 +17,12 @@ from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRo
 from adaserve.engine.cpu import params as cpu
 from adaserve.engine.cpu import sglang_forward
 from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
+from adaserve.engine.cpu.kv_pool import CpuMHATokenToKVPool
 from adaserve.engine.gpu import model as gpu
 from adaserve.engine.gpu.attention import TreeAttentionBackend
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.plain_attention import require_own_positions, require_served, require_windows
-from adaserve.engine.trees.attention import attention_plan
+from adaserve.engine.trees.attention import Scores, attend, attention_plan
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import CPU
 
@@ -98,15 +100,43 @@ def test_grok_is_refused() -> None:
     ("pool", "remedy"),
     [
         ({"dtype": torch.float16, "use_hnd": True}, "unset SGLANG_USE_HND_KVCACHE"),
-        ({"dtype": torch.float8_e4m3fn}, "remove --kv-cache-dtype"),
+        ({"dtype": torch.uint8}, "of nvfp4 is not supported: use --kv-cache-dtype auto, bf16, fp8_e4m3"),
+        ({"dtype": torch.float8_e4m3fn, "k_scale_buffer": []}, "--kv-cache-dtype auto, bf16, fp8_e4m3"),
     ],
 )
 def test_caches_that_kernels_cannot_read_are_refused(pool: dict[str, Any], remedy: str) -> None:
     asked = runner({})
+    asked.kv_cache_dtype_str = "nvfp4"
     asked.token_to_kv_pool = SimpleNamespace(**pool)
     with pytest.raises(ValueError, match=remedy):
         HeadShape.of(asked)
     assert hasattr(envs, "SGLANG_USE_HND_KVCACHE")
+
+
+@pytest.mark.parametrize("backend", [CpuAttentionBackend, TreeAttentionBackend])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32])
+def test_keys_and_values_in_eight_bits_have_scales(backend: Any, dtype: torch.dtype) -> None:
+    """Those of a checkpoint, without which such numbers would overflow; for others SGLang's own backends have
+    none either."""
+    asked, k_scale, v_scale = runner({}), 40.0, 500.0
+    asked.token_to_kv_pool = CpuMHATokenToKVPool(8, 1, dtype, 2, 8, 1, "cpu", False)
+    (layer,) = asked.model
+    layer.k_scale, layer.v_scale = torch.tensor(k_scale), torch.tensor(v_scale)
+    layer.k_scale_float, layer.v_scale_float = k_scale, v_scale
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values = (torch.randn(3, heads, 8, generator=generator) for heads in (4, 2, 2))
+    q, keys, values = q * 0.001, keys * 1e3, values * 1e4  # fp8_e4m3 ends at 448
+    batch = TreeBatch.causal(np.zeros(3, np.int64), np.array([0]), np.array([0]), np.array([3]))
+    plan = attention_plan(torch.arange(1, 9, dtype=torch.int32)[None], batch)
+    opened = backend(asked)
+    if backend is CpuAttentionBackend:
+        opened.plan = plan
+    else:
+        opened.kernel = SimpleNamespace(run=lambda q, k, v, scores, _: attend(q.float(), k, v, plan, scores))
+    where = SimpleNamespace(out_cache_loc=torch.arange(1, 4))
+    out = opened.forward_extend(q, keys.clone(), values.clone(), layer, where)
+    right = attend(q, keys, values, replace(plan, kv_indices=torch.arange(3)), Scores(0.5))
+    assert (out - right).abs().max() < (0.07 if dtype.itemsize == 1 else 1e-6) * right.abs().max()
 
 
 @pytest.mark.parametrize("backend", [CpuAttentionBackend, TreeAttentionBackend])

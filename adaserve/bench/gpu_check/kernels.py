@@ -64,12 +64,15 @@ KERNELS = (*ATTENTION, *OTHERS, *OPTIONAL)
 NEED_A_GPU = ("flashinfer", "sglang", "prefills", "writes")
 TYPES = {"fp16": (torch.float16, 4e-3), "bf16": (torch.bfloat16, 3e-2), "fp32": (torch.float32, 1e-4)}
 """Types, and the largest difference from SDPA in fp32 that rounding explains."""
+KEPT = {"fp8_e4m3": torch.float8_e4m3fn}
+"""Types of keys and values that models don't compute in."""
 
 
 @dataclass(frozen=True)
 class Case:
     """``rows`` requests of ``queries`` tokens over ``context`` cached ones. Of each other they see some, by
-    chance. ``window``, ``cap`` and whether there are ``sinks``: of ``Scores``."""
+    chance. ``window``, ``cap`` and whether there are ``sinks``: of ``Scores``. ``kept``: the type of keys and
+    values, where it is another one."""
 
     rows: int
     queries: int
@@ -81,6 +84,7 @@ class Case:
     window: int = 0
     cap: float = 0.0
     sinks: bool = False
+    kept: str = ""
 
 
 LLAMA, WIDENED = (32, 8, 128), (32, 16, 64)
@@ -94,18 +98,21 @@ EVERY = tuple(
         (16, 4, 1000), (64, 8, 1000), (1, 12, 3000), (1, 500, 150), (12, 40, 500),
     )
 )  # fmt: skip
-SLIDING = (
+OF_TRITON = (
     Case(8, 3, 1500, *WIDENED, "fp16", window=512),
     Case(1, 12, 3000, *WIDENED, "fp16", window=1024, cap=50.0),
     Case(16, 4, 1000, *WIDENED, "fp16", window=127, sinks=True),
+    Case(16, 4, 1000, *WIDENED, "fp16", kept="fp8_e4m3"),
+    Case(16, 4, 1000, *LLAMA, "bf16", kept="fp8_e4m3"),
 )
-"""As in layers of Gemma 3, Gemma 2 and GPT-OSS; for Triton alone."""
+"""As in layers of Gemma 3, Gemma 2 and GPT-OSS, and with a KV cache in 8 bits; for Triton alone."""
 SERVED = tuple(c for c in EVERY if (c.q_heads, c.kv_heads, c.head_dim, c.dtype) == (*WIDENED, "fp16"))
 """By the embedded pairs."""
 SMALL = (
     Case(3, 2, 20, 4, 2, 32, "fp32"),
     Case(2, 5, 9, 4, 2, 32, "fp16"),
     Case(2, 3, 30, 4, 2, 32, "fp32", window=9, cap=2.0, sinks=True),
+    Case(3, 2, 20, 4, 2, 32, "fp32", kept="fp8_e4m3"),
 )
 """For Triton's interpreter on a CPU."""
 
@@ -121,7 +128,7 @@ def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[st
         torch.randn(n, heads, case.head_dim, generator=generator).to(device, dtype)
         for n, heads in ((tokens, wide), (pool, case.kv_heads), (pool, case.kv_heads))
     )
-    q = q[:, : case.q_heads]
+    q, keys, values = q[:, : case.q_heads], keys.to(_kept(case)), values.to(_kept(case))
     extent = Extent(np.full(case.rows, case.queries), np.full(case.rows, kv))
     sizes = case.rows * kv, tokens * kv // 8 + case.rows
     buffers = AttentionBuffers.allocate(*sizes, device)
@@ -150,9 +157,13 @@ def _worst(*pairs: tuple[Tensor, Tensor]) -> float:
     return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
 
 
+def _kept(case: Case) -> torch.dtype:
+    return KEPT.get(case.kept, TYPES[case.dtype][0])
+
+
 def _kernel(name: str, case: Case, buffers: AttentionBuffers) -> TreeKernel:
-    dtype = TYPES[case.dtype][0]
-    heads = HeadShape(case.q_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, dtype, dtype)
+    types = TYPES[case.dtype][0], _kept(case)
+    heads = HeadShape(case.q_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, *types)
     device = buffers.mask.device
     if name == "triton":
         return own_kernel(heads, device)(buffers, case.rows, 0)
@@ -342,7 +353,7 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
 def _cases(name: str, device: str, every: bool) -> tuple[Case, ...]:
     if device != "cuda":
         return SMALL
-    return (*(EVERY if every else SERVED), *(SLIDING if name == "triton" else ()))
+    return (*(EVERY if every else SERVED), *(OF_TRITON if name == "triton" else ()))
 
 
 def run_all(device: str, limit_s: float, every: bool = False) -> dict[str, Any]:

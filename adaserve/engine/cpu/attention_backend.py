@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from adaserve.engine.plain_attention import plain_layers, require_no_more
+from adaserve.engine.plain_attention import plain_layers, require_no_more, scales_of, write_kv
 from adaserve.engine.trees.attention import Scores, TreeAttentionPlan, attend, causal_plan, gather_slots
 
 
@@ -46,12 +45,14 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         require_no_more(more)
         if save_kv_cache and k is not None and v is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            write_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
         assert self.plan is not None
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        return attend(heads.float(), keys, values, self.plan, Scores.of(layer, sinks)).to(q.dtype)
+        of_keys, of_values = scales_of(self.token_to_kv_pool, layer)
+        scores = Scores.of(layer, sinks).times(of_keys)
+        return (attend(heads.float(), keys, values, self.plan, scores) * of_values).to(q.dtype)
 
     forward_decode = forward_extend
 

@@ -30,7 +30,8 @@ class SGLangForward:
     def hidden(self, inputs: Inputs) -> torch.Tensor:
         assert inputs.before is None, "heads have a forward of their own"
         logits = self._run(self._forward_batch(inputs), inputs.plan).next_token_logits
-        known = getattr(self._runner.model, "hot_token_id", None)
+        if (known := getattr(self._runner.model, "hot_token_id", None)) is None:
+            return logits
         return all_tokens(logits, known, self._runner.model_config.vocab_size)
 
     def _forward_batch(self, inputs: Inputs) -> ForwardBatch:

@@ -11,11 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from adaserve.engine.gpu.layout import Extent, change_windows, unpack
-from adaserve.engine.plain_attention import plain_layers, require_no_more
+from adaserve.engine.plain_attention import plain_layers, require_no_more, scales_of, write_kv
 from adaserve.engine.trees.attention import Scores, TreeAttentionPlan, attend, indptr
 
 
@@ -173,10 +172,12 @@ class TreeAttentionBackend(AttentionBackend):
         assert self.kernel is not None
         pool = self.token_to_kv_pool
         if save_kv_cache:
-            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            write_kv(pool, layer, forward_batch.out_cache_loc, k, v)
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        return self.kernel.run(heads, keys, values, Scores.of(layer, sinks), self.positions)
+        of_keys, of_values = scales_of(pool, layer)
+        out = self.kernel.run(heads, keys, values, Scores.of(layer, sinks).times(of_keys), self.positions)
+        return out if of_values == 1 else out * of_values
 
     forward_decode = forward_extend
 

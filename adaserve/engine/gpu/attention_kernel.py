@@ -208,7 +208,8 @@ def _attend(  # type: ignore[no-untyped-def]
         inside = is_row[:, None] & (column < dim)[None, :]
         of_query = token * q_token + row_head * q_head
         query = tl.load(q + of_query[:, None] + column[None, :], mask=inside, other=0.0)
-        query = query.to(keys.dtype.element_ty)  # --kv-cache-dtype may be another one than the model's
+        if keys.dtype.element_ty.primitive_bitwidth > 8:
+            query = query.to(keys.dtype.element_ty)  # --kv-cache-dtype may be another one than the model's
         # Rows that hide something read what they see of the last ``width`` keys.
         hides = is_row & (width > 0)
         hides = hides & (tl.load(ends + token, mask=hides, other=-1) >= 0)
@@ -263,8 +264,8 @@ def _over(  # type: ignore[no-untyped-def]
         is_key = key < end
         slot = tl.load(slots + key, mask=is_key, other=0).to(tl.int64)[:, None]
         inside = is_key[:, None] & (column < dim)
-        k = tl.load(keys + slot * k_slot + column, mask=inside, other=0.0)
-        v = tl.load(values + slot * v_slot + column, mask=inside, other=0.0)
+        k = tl.load(keys + slot * k_slot + column, mask=inside, other=0.0).to(query.dtype)
+        v = tl.load(values + slot * v_slot + column, mask=inside, other=0.0).to(query.dtype)
         # Hidden slots may hold anything, as where another request's numbers overflowed: 0 x NaN is NaN.
         v = tl.where(v - v == 0.0, v, 0.0).to(v.dtype)
         score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale

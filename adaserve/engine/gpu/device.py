@@ -81,6 +81,12 @@ def listings_of_none(table: Tensor, most_rows: int) -> Iterator[tuple[Any, ...]]
         yield rows[:n], table, lens[:n], lens[:n], slots[place:], n
 
 
+def reads_prompts(runner: Any, forward: GpuForward) -> bool:
+    """Whether our graphs may read a ``ModelRunner``'s prompts. They read keys as these are kept, while
+    SGLang's kernels read those of a prompt before they are rounded to 8 bits: the text would be another."""
+    return not isinstance(forward, GpuHead) and runner.token_to_kv_pool.dtype.itemsize > 1
+
+
 def served_sizes(config: AdaServeConfig, most_rows: int) -> Sizes:
     """Those of a server that runs so many requests at a time."""
     policies = config.for_policies(most_beams=MOST_BEAMS)
@@ -197,7 +203,7 @@ class GpuDevice:
             parts.warm_slots(table, most_rows)
         if (capture or device.type == "cpu") and are_wanted(target.server_args):
             models = zip((target, *drafts), (parts.target, *parts.drafts), strict=True)
-            parts.prompts = [take_short_prompts(m, f) for m, f in models if not isinstance(f, GpuHead)]
+            parts.prompts = [take_short_prompts(m, f) for m, f in models if reads_prompts(m, f)]
         if capture:
             # Before the first request; those first that take the most memory and are missed the most.
             free = partial(least_free_bytes, get_tp_group())

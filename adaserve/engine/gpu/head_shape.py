@@ -11,6 +11,9 @@ from adaserve.engine.plain_attention import plain_layers
 from adaserve.engine.trees.attention import Scores
 from adaserve.errors import UnsupportedError
 
+KEPT = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Types of keys and values in a KV cache."""
+
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -36,8 +39,16 @@ class HeadShape:
             raise UnsupportedError(
                 "a KV cache with heads before pages is not supported: unset SGLANG_USE_HND_KVCACHE"
             )
-        dtype = runner.token_to_kv_pool.dtype
-        if dtype.itemsize == 1:
-            raise UnsupportedError("an 8-bit KV cache is not supported: remove --kv-cache-dtype")
+        pool = runner.token_to_kv_pool
+        if pool.dtype not in KEPT or getattr(pool, "k_scale_buffer", None) is not None:
+            raise UnsupportedError(
+                f"a KV cache of {runner.kv_cache_dtype_str} is not supported: use --kv-cache-dtype auto, "
+                "bf16, fp8_e4m3 or fp8_e5m2"
+            )
         plain_scores = all(Scores.of(layer).are_plain for layer in layers)
-        return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, dtype, plain_scores)
+        return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, pool.dtype, plain_scores)
+
+    @property
+    def needs_own_kernel(self) -> bool:
+        """Whether FlashInfer, given a mask and one scaling for all layers, computes something else."""
+        return not self.plain_scores or self.kv_dtype.itemsize == 1

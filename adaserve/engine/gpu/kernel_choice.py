@@ -15,6 +15,7 @@ from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.tiles import workspace_bytes
 from adaserve.engine.trees.attention import Scores
+from adaserve.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +28,22 @@ def kernel_maker(
     setting: Attention | Kernel, runner: Any, device: torch.device, rows: int, tokens: int
 ) -> tuple[Kernel, MakeKernel]:
     """The kernel that serves, by name: what ``setting`` says on CUDA, but Triton's where FlashInfer cannot be
-    compiled or run, or scores are not plain; SDPA elsewhere. Its forwards have at most ``rows`` requests,
-    padding included, with ``tokens`` in all."""
+    compiled or run, or computes something else; SDPA elsewhere. Its forwards have at most ``rows`` requests,
+    padding included, with ``tokens`` in all. Raises UnsupportedError."""
     heads = HeadShape.of(runner)
     if device.type != "cuda":
         return "sdpa", lambda buffers, rows, place: SdpaKernel(buffers)
-    if setting == "flashinfer" and not heads.plain_scores:
-        logger.warning(
-            "AdaServe: FlashInfer does not serve trees with sliding windows or capped scores, so our own "
-            "kernel in Triton does"
+    if heads.kv_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UnsupportedError(
+            "a KV cache of fp8_e4m3 needs a GPU of the Ada generation or later (compute capability 8.9): use "
+            "--kv-cache-dtype fp8_e5m2 or bf16"
         )
-    if setting != "flashinfer" or not heads.plain_scores:
+    if setting == "flashinfer" and heads.needs_own_kernel:
+        logger.warning(
+            "AdaServe: FlashInfer does not serve trees with sliding windows, capped scores or a KV cache in "
+            "8 bits, so our own kernel in Triton does"
+        )
+    if setting != "flashinfer" or heads.needs_own_kernel:
         return "triton", own_kernel(heads, device)
     workspace = torch.empty(workspace_bytes(heads, rows, tokens), dtype=torch.uint8, device=device)
     plans: dict[int, Tensor] = {}

@@ -84,6 +84,10 @@ class Scores:
         """Of SGLang's ``RadixAttention``, to which windows of -1 are none, and what it is called with."""
         return Scores(layer.scaling, max(0, layer.sliding_window_size), float(layer.logit_cap), sinks)
 
+    def times(self, scale: float) -> Scores:
+        """Those of keys that are kept divided by ``scale``."""
+        return self if scale == 1 else replace(self, scaling=self.scaling * scale)
+
     @property
     def are_plain(self) -> bool:
         """Whether a mask and the scaling say all."""

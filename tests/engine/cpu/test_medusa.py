@@ -208,10 +208,11 @@ def test_weights_that_cannot_be_read_are_named(tmp_path: Any, target: Any, publi
 
 def test_heads_that_do_not_fit_are_refused(tmp_path: Any, target: Any) -> None:
     lean = LeanModel(*read_hf(target), "fp32")
-    pool = SimpleNamespace(k_buffer=[torch.zeros(4, 2, 8)])
+    pool = SimpleNamespace(k_buffer=[torch.zeros(4, 2, 8)], dtype=torch.float32)
     runner = SimpleNamespace(
         model=SimpleNamespace(**{LEAN_ATTRIBUTE: lean}),
         token_to_kv_pool=pool,
+        dtype=torch.float32,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(2, 2, dtype=torch.int32)),
     )
     heads = random_heads(target)

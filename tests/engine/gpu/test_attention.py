@@ -73,9 +73,10 @@ def test_numbers_that_no_token_sees_do_not_matter() -> None:
 
 
 MIXED = """
-from torch import bfloat16, float16, float32
+from torch import bfloat16, float16, float32, float8_e4m3fn, float8_e5m2
 from tests.engine.gpu.triton_check import mixed
 print(mixed(bfloat16, float16), mixed(float32, float16))
+print(mixed(float16, float8_e4m3fn), mixed(float32, float8_e4m3fn), mixed(float16, float8_e5m2))
 """
 
 
@@ -90,13 +91,14 @@ from adaserve.engine.gpu.attention_kernel import TILE, Workspace, _attend
 from adaserve.engine.gpu.head_shape import HeadShape
 from tests.engine.gpu.compiling import kind_of, spilled_bytes
 
-def served(group, dim, window, cap):
-    half = torch.float16
+half, quarter = torch.float16, torch.float8_e4m3fn
+
+def served(group, dim, window, cap, kept):
     workspace = Workspace(HeadShape(8 * group, 8, dim, 1.0, half, half), torch.device("cpu"))
     sizes = ((1, 16, 16), (9, 64, 64), (65, 512, 512), (65, 512, 8), (65, 64, 1), (17, 16, 1), (65, 256, 4))
     cuts = {(cut.rows, cut.warps): cut for cut in (workspace.cut(*size) for size in sizes)}
     for cut in cuts.values():
-        q, pool = torch.zeros(512, 8 * group, dim, dtype=half), torch.zeros(9, 8, dim, dtype=half)
+        q, pool = torch.zeros(512, 8 * group, dim, dtype=half), torch.zeros(9, 8, dim, dtype=kept)
         slots, tiles = torch.zeros(16, dtype=torch.int32), torch.zeros(cut.tiles, TILE, dtype=torch.int32)
         ends, seen = torch.zeros(512, dtype=torch.int64), torch.zeros(512, 512, dtype=torch.uint8)
         shared, strides = (workspace.partial, workspace.counters), (8 * group * dim, dim, *[8 * dim, dim] * 2)
@@ -107,8 +109,10 @@ def served(group, dim, window, cap):
         )
         yield cut, spilled_bytes(_attend, kind, num_warps=cut.warps, num_stages=cut.stages)
 
-for group, dim, window, cap in ((4, 64, 0, 0.0), (4, 128, 0, 0.0), (2, 256, 511, 72.0)):
-    for cut, spilled in served(group, dim, window, cap):
+for group, dim, *case in (
+    (4, 64, 0, 0.0, half), (4, 128, 0, 0.0, half), (4, 128, 0, 0.0, quarter), (2, 256, 511, 72.0, half),
+):
+    for cut, spilled in served(group, dim, *case):
         print(spilled, dim, cut.rows, cut.warps)
 """
 

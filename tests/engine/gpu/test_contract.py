@@ -82,13 +82,19 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch, tm
     named = SimpleNamespace(architectures=["LlamaForCausalLM"])
     draft = SimpleNamespace(
         num_hidden_layers=16, num_nextn_predict_layers=None, head_dim=64, hidden_size=512, hf_config=named,
-        get_num_kv_heads=lambda tp, dcp: 8 // tp,
+        get_num_kv_heads=lambda tp, dcp: 8 // tp, dtype=torch.float16,
     )  # fmt: skip
     drafts = ["first"]
     monkeypatch.setattr(kv_sizing, "draft_paths", lambda config: drafts)
     monkeypatch.setattr(kv_sizing, "draft_config", lambda args, path: draft)
     parallel = SimpleNamespace(attn_tp_size=2, attn_dcp_size=1)
     monkeypatch.setattr(f"{SGLANG}.runtime_context.get_parallel", lambda: parallel)
+    of_target, of_draft = (
+        SimpleNamespace(kv_cache_dtype="auto"),
+        SimpleNamespace(speculative_draft_kv_cache_dtype=None),
+    )
+    monkeypatch.setattr(f"{SGLANG}.runtime_context.get_model", lambda: of_target)
+    monkeypatch.setattr(f"{SGLANG}.runtime_context.get_spec", lambda: of_draft)
 
     def sized(**over: Any) -> Any:
         values = {"is_draft_worker": False, "server_args": None,
@@ -101,8 +107,14 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch, tm
     # Keys and values, 16 layers, 4 of 8 heads on this rank, 64 wide, 2 bytes.
     assert sized()._cell_size == 1000 + 2 * 16 * 4 * 64 * 2
     assert sized()._fixed_overhead_bytes == 5 + kv_sizing.DEVICE_RESERVE_BYTES + 6_144_000
+    quarter = torch.float8_e4m3fn
+    assert sized(kv_cache_dtype=quarter)._cell_size == 1000 + 2 * 16 * 4 * 64 * 2, "the target's checkpoint"
+    of_target.kv_cache_dtype = "fp8_e4m3"
+    assert sized(kv_cache_dtype=quarter)._cell_size == 1000 + 2 * 16 * 4 * 64
+    of_target.kv_cache_dtype = "auto"
     named.architectures = ["LlamaForCausalLMEagle3"]  # and one hidden state of the target
     assert sized()._cell_size == 1000 + 2 * 16 * 4 * 64 * 2 + 512 * 2
+    assert sized(kv_cache_dtype=quarter)._cell_size == sized()._cell_size, "which is not rounded"
     named.architectures = ["LlamaForCausalLM"]
     drafts.append("second")
     assert sized()._cell_size == 1000 + 2 * (2 * 16 * 4 * 64 * 2)
@@ -112,7 +124,7 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch, tm
     drafts.clear()  # Medusa heads: a hidden state per token, and weights that SGLang does not load
     (tmp_path / "medusa_lm_head.safetensors").write_bytes(bytes(77))
     monkeypatch.setattr(AdaServeConfig, "load", lambda: AdaServeConfig(medusa=str(tmp_path)))
-    with_heads = sized(model_config=SimpleNamespace(vocab_size=1000, hidden_size=512))
+    with_heads = sized(model_config=SimpleNamespace(vocab_size=1000, hidden_size=512, dtype=None))
     assert with_heads._cell_size == 1000 + 512 * 2
     assert with_heads._fixed_overhead_bytes == 5 + kv_sizing.DEVICE_RESERVE_BYTES + 6_144_000 + 77
 

@@ -46,9 +46,9 @@ def head(**changes: Any) -> Any:
     )
 
 
-def runner(target: Target) -> Any:
-    pool = SimpleNamespace(k_buffer=[torch.zeros(SLOTS, 2, 4)])
-    return SimpleNamespace(model=target, token_to_kv_pool=pool)
+def runner(target: Target, kept: torch.dtype = torch.float32) -> Any:
+    pool = SimpleNamespace(k_buffer=[torch.zeros(SLOTS, 2, 4)], dtype=kept)
+    return SimpleNamespace(model=target, token_to_kv_pool=pool, dtype=torch.float16)
 
 
 def test_every_forward_of_the_target_writes_them() -> None:
@@ -94,6 +94,14 @@ def test_each_output_row_of_a_head_needs_a_token_of_its_own(ids: list[int], wron
     else:
         with pytest.raises(ValueError, match=wrong):
             hidden_states_of(runner(Target()), draft)
+
+
+@pytest.mark.parametrize(
+    ("kept", "dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float8_e4m3fn, torch.float16)],
+)
+def test_hidden_states_are_not_kept_in_eight_bits(kept: torch.dtype, dtype: torch.dtype) -> None:
+    assert hidden_states_of(runner(Target(), kept), head()).by_slot.dtype == dtype
 
 
 @pytest.mark.parametrize(("wanted", "rows"), [(slice(None), 4), (slice(1, None, 2), 2), (slice(0), 0)])
