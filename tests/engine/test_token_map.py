@@ -103,3 +103,5 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "map.pt").write_text("3 5 7")
     with pytest.raises(UnsupportedError, match=r"map.pt cannot be read"):
         token_map(str(tmp_path / "map.pt"), 10, 3)
+    with pytest.raises(UnsupportedError, match=r"other.pt cannot be read \(there is no such file"):
+        token_map(str(tmp_path / "other.pt"), 10, 3)

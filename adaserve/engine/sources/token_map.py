@@ -8,6 +8,7 @@ still writes any token: a draft only guesses.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.distributed import get_tp_group
@@ -29,8 +30,9 @@ def token_map(path: str, vocabulary: int, least: int) -> Tensor:
     try:
         ids = load_token_map(path)
     except Exception as error:  # of a file, of what it holds, or of a model hub
+        found = "" if Path(path).exists() else "there is no such file, and on model hubs: "
         raise UnsupportedError(
-            f"{FLAG} {path} cannot be read ({error}): give a file that torch.save has written, with a list "
+            f"{FLAG} {path} cannot be read ({found}{error}): give a file that torch.save has written, with a list "
             "of token ids"
         ) from error
     known = ids[(ids >= 0) & (ids < vocabulary)].unique()
