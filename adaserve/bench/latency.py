@@ -161,9 +161,9 @@ def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float, context:
 def _long(plan: LatencyPlan, context: int) -> list[Ask]:
     """Held-out texts for the largest batch, code and prose in turn, with room for an answer in the context;
     short ones are the beginnings of long ones. Raises PairError where there is not enough text."""
-    from adaserve.pair.data import load_tokenizer
     from adaserve.pair.folders import weights_folder
     from adaserve.pair.long import CATEGORIES, long_prompts
+    from adaserve.pair.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(weights_folder() / "target")
     count, tokens = max(plan.batches), context - plan.tokens - MARGIN

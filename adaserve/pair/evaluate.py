@@ -19,7 +19,7 @@ from adaserve.medusa import load_medusa
 from adaserve.noise import request_key
 from adaserve.pair.calibration import misjudged
 from adaserve.pair.candidates import Drafter, ModelDrafter, Trees, draft_trees
-from adaserve.pair.data import load_tokenizer, open_stream
+from adaserve.pair.data import open_stream
 from adaserve.pair.eagle import load_head
 from adaserve.pair.generate import Written, generate, shared_noise
 from adaserve.pair.head_drafts import HeadDrafter
@@ -28,7 +28,7 @@ from adaserve.pair.long import long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.medusa import MedusaBlocks, MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.prompts import CATEGORIES, load_prompts
-from adaserve.pair.tokenizer import same_vocabulary
+from adaserve.pair.tokenizer import load_tokenizer, same_vocabulary
 from adaserve.pair.vocabulary import BOS_ID, MAX_CONTEXT_TOKENS
 from adaserve.sharpening import FILE_NAME, DraftSharpening, sharpening_of
 

@@ -9,9 +9,9 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from adaserve.pair.data import load_tokenizer
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.prompts import load_prompts
+from adaserve.pair.tokenizer import load_tokenizer
 from adaserve.pair.vocabulary import BOS_ID
 
 _BISECTIONS = 10

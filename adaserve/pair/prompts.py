@@ -18,7 +18,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from adaserve.pair.corpus import Document, read_documents
-from adaserve.pair.data import load_tokenizer
+from adaserve.pair.tokenizer import load_tokenizer
 
 CATEGORIES = ("coding", "chat", "summarization")
 PER_CATEGORY = 400

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from adaserve.pair.vocabulary import BOS, EOS, MAX_CONTEXT_TOKENS, VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Runs of blanks stay whole (Python's indentation), a word takes the blank before it, digits stand alone.
 _SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+ *(?= )|\s+(?!\S)|\s+"
@@ -40,6 +43,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = VOCAB_SIZE) -> To
 
 
 def as_hugging_face(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast  # which takes a second: prompts are read without it
+
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,

@@ -20,12 +20,12 @@ from adaserve.bench.context.simulated import simulate_context
 from adaserve.bench.kernels import forward_inputs
 from adaserve.cli import app
 from adaserve.engine.cpu import build
-from adaserve.pair.data import load_tokenizer
 from adaserve.pair.folders import PairError, weights_folder
 from adaserve.pair.generate import Written
 from adaserve.pair.long import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import TinyLlama, rope, rotate
 from adaserve.pair.shape import Shape as PairShape
+from adaserve.pair.tokenizer import load_tokenizer
 from adaserve.scheduler.speedup import Speedup, rises
 
 needs_kernels = pytest.mark.skipif(build.load_kernels() is None, reason="no C compiler here")

@@ -10,7 +10,6 @@ import torch
 
 from adaserve.pair import evaluate
 from adaserve.pair.candidates import ModelDrafter
-from adaserve.pair.data import load_tokenizer
 from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import load_drafter, mean_accepted, prompt_batch, tree_samples, write
 from adaserve.pair.folders import HEAD, MEDUSA
@@ -19,6 +18,7 @@ from adaserve.pair.long import long_prompts
 from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.shape import DRAFT, MEDUSA_DEPTH, MEDUSA_LAYERS, TARGET
+from adaserve.pair.tokenizer import load_tokenizer
 from adaserve.pair.train import next_token_loss
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.sharpening import FILE_NAME, load_sharpening

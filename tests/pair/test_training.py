@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from adaserve.cli import app
 from adaserve.pair import distill, export
 from adaserve.pair.candidates import ModelDrafter, Trees, draft_trees
-from adaserve.pair.data import Batches, load_tokenizer, open_stream
+from adaserve.pair.data import Batches, open_stream
 from adaserve.pair.distill import divergence, sliced
 from adaserve.pair.evaluate import (
     best_shared,
@@ -34,6 +34,7 @@ from adaserve.pair.optimizer import orthogonalised
 from adaserve.pair.packed import average
 from adaserve.pair.schedule import Phase, Stage, learning_rate
 from adaserve.pair.shape import Shape
+from adaserve.pair.tokenizer import load_tokenizer
 from adaserve.pair.train import Run, Trainer, next_token_loss
 from adaserve.sharpening import DraftSharpening, load_sharpening
 

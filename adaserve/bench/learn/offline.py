@@ -37,10 +37,10 @@ from adaserve.learning.records import Record, kept
 from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
 from adaserve.loadgen.results import provenance
 from adaserve.noise import request_key
-from adaserve.pair.data import load_tokenizer
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.generate import Cache, extend, generate
 from adaserve.pair.model import TinyLlama, load_hf
+from adaserve.pair.tokenizer import load_tokenizer
 from adaserve.pair.vocabulary import BOS_ID
 from adaserve.pair.widen import shipped_draft
 from adaserve.sharpening import load_sharpening
