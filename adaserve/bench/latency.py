@@ -23,11 +23,12 @@ from rich.table import Table
 from adaserve.bench import client
 from adaserve.bench.client import Ask
 from adaserve.bench.display import progress, table
-from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
+from adaserve.bench.prompts import held_out, that_loop_least
 from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.files import write_json
 from adaserve.loadgen.results import provenance
+from adaserve.pair.prompts import distinct_share
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.metrics import percent
 from adaserve.terminal import say

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from adaserve.pair.prompts import load_prompts
+from adaserve.pair.prompts import distinct_share, load_prompts
 
 DISTINCT = 0.9
 """Share of an output's 8-grams that must be distinct for it not to count as a loop."""
@@ -22,12 +22,6 @@ def held_out(seed: int) -> list[str]:
     texts = [p.text for p in load_prompts() if p.category != "summarization" and 30 <= p.tokens <= 300]
     random.Random(seed).shuffle(texts)
     return texts
-
-
-def distinct_share(tokens: Sequence[int]) -> float:
-    """Share of the 8-grams that are distinct; 1 for shorter outputs."""
-    grams = [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)]
-    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def that_loop_least(outputs: Sequence[Sequence[int]], least: int = LEAST) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from adaserve.pair.long import CATEGORIES as LONG_TEXTS
 from adaserve.pair.long import long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.medusa import MedusaBlocks, MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
-from adaserve.pair.prompts import CATEGORIES, load_prompts
+from adaserve.pair.prompts import CATEGORIES, distinct_share, load_prompts
 from adaserve.pair.tokenizer import load_tokenizer, same_vocabulary
 from adaserve.pair.vocabulary import BOS_ID, MAX_CONTEXT_TOKENS
 from adaserve.sharpening import FILE_NAME, DraftSharpening, sharpening_of
@@ -43,7 +44,6 @@ _PROMPT_TOKENS = {"coding": 96, "chat": 14, "summarization": 256}
 _TAUS = np.geomspace(0.15, 1.6, 40)
 _SHARED_TAUS = np.geomspace(0.2, 1.2, 14)
 _NOISE = np.linspace(0.6, 1.5, 7)  # over the request's temperature
-_LOOP = 8
 
 
 @torch.no_grad()
@@ -67,12 +67,6 @@ def prompt_batch(tokenizer: Tokenizer, category: str, rows: int, *, odd: bool) -
         if len(ids) >= length:
             chosen.append([BOS_ID, *ids[-length:]])
     return torch.tensor(chosen[:rows])
-
-
-def distinct_share(text: Tensor) -> float:
-    """Distinct 8-grams within each row, as a share of all: low where text loops."""
-    rows = [{tuple(r[i : i + _LOOP]) for i in range(len(r) - _LOOP + 1)} for r in text.tolist()]
-    return sum(map(len, rows)) / (len(rows) * (text.shape[1] - _LOOP + 1))
 
 
 def write(target: TinyLlama, prompts: Tensor, new: int, temperature: float, *, seed: int) -> Written:
@@ -293,7 +287,7 @@ class Evaluation:
         row = {
             "category": category,
             "temperature": temperature,
-            "distinct_8_grams": round(distinct_share(written.text), 3),
+            "distinct_8_grams": round(statistics.mean(map(distinct_share, written.text.tolist())), 3),
             "top_1_agrees": round(float(agrees), 3),
             **{f"accepted_w{w}": round(mean_accepted(s), 3) for w, s in by_width.items()},
             "accepted_w3_without_noise": round(mean_accepted(samples(WIDTHS[-1], alone, 0.0)), 3),

@@ -1,4 +1,4 @@
-"""Held-out real text as prompts for load tests and demos, in three categories.
+"""Held-out real text as prompts for load tests and demos, in three categories; and whether text loops.
 
 coding: the beginning of a function, class or module. chat: a heading of a manual, often a question, sometimes
 with the first sentence below it. summarization: a passage of a manual with a cue to sum it up.
@@ -10,7 +10,7 @@ import gzip
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -42,6 +42,12 @@ def load_prompts(category: str | None = None) -> list[Prompt]:
     raw = gzip.decompress(files("adaserve.pair").joinpath("prompts.jsonl.gz").read_bytes())
     prompts = [Prompt(**json.loads(line)) for line in raw.decode().splitlines()]
     return [p for p in prompts if category in (None, p.category)]
+
+
+def distinct_share(tokens: Sequence[int]) -> float:
+    """Share of the 8-grams of a continuation that are distinct, low where it loops; 1 for shorter ones."""
+    grams = [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)]
+    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def _coding(document: Document, rng: random.Random) -> Iterator[str]:

@@ -21,7 +21,6 @@ from adaserve.pair.evaluate import (
     best_shared,
     best_tau,
     calibration_error,
-    distinct_share,
     held_out_loss,
     prompt_batch,
     reliability,
@@ -199,11 +198,6 @@ def test_held_out_loss_is_told_by_position(tmp_path: Path) -> None:
         ]
     found = held_out_loss(model, tmp_path / "stream", length=10, windows=3)
     torch.testing.assert_close(found, torch.stack(every).mean(0))
-
-
-def test_loops_show_in_the_distinct_share() -> None:
-    assert distinct_share(torch.arange(64)[None]) == 1.0
-    assert distinct_share((torch.arange(64) % 4)[None]) < 0.1
 
 
 def test_orthogonalised_updates_have_singular_values_near_one() -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from adaserve.bench.jsonl import read_lines
-from adaserve.bench.prompts import DISTINCT, distinct_share, that_loop_least
+from adaserve.bench.prompts import DISTINCT, that_loop_least
 from adaserve.bench.sweep.plan import SweepError
 from adaserve.bench.sweep.workload import MAX_OUTPUT_TOKENS, Workload
+from adaserve.pair.prompts import distinct_share, load_prompts
 
 PER_CLASS, PER_URGENT_CLASS = 48, 96
 LEAST = 16
@@ -94,8 +95,6 @@ def screened_pool(
 
 def _candidates(workload: Workload, name: str, n: int) -> list[str]:
     """Texts of the class, of the lengths that the workload has."""
-    from adaserve.pair.prompts import load_prompts
-
     shipped = load_prompts(name) or load_prompts()
     rng = np.random.default_rng([_SEED, *name.encode()])
     lengths, _ = workload.draw_lengths(name, n, rng)

@@ -29,6 +29,7 @@ from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.bench.sweep.tuning import setting_of
 from adaserve.host import describe_host
 from adaserve.loadgen.results import command_line
+from adaserve.pair.prompts import load_prompts
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.classes import TPOT_RANGE_MS
 from adaserve.slo.metrics import INTERRUPTED, RequestRecord, percent
@@ -172,8 +173,6 @@ class Sweep:
 
     def _set_up(self, server: ServerProcess) -> None:
         """What SLOs and loads follow from: the medians of several rounds, which are kept."""
-        from adaserve.pair.prompts import load_prompts
-
         head, every = self.head, [(p.text, p.tokens) for p in load_prompts()]
         texts = [text for text, tokens in every if 20 <= tokens <= 80]
         servers.unloaded(server, texts[:2])  # first requests of a server are slow

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve.bench.prompts import distinct_share
 from adaserve.bench.sweep.kinds import MOST_CONTEXT
 from adaserve.bench.sweep.plan import Point, SweepError
 from adaserve.bench.sweep.prompts import ClassPrompt, PromptPool, cut_to, screened_pool
 from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.bench.sweep.workload import Workload, block_of, build_rows, seconds_of_work
+from adaserve.pair.prompts import distinct_share
 from adaserve.slo.classes import SLOClass, SLOConfig
 from adaserve.slo.trace import Trace, TraceRow
 
