@@ -17,7 +17,7 @@ from torch.nn import functional as fn
 
 from adaserve.pair.data import Batches, open_stream
 from adaserve.pair.generate import generate
-from adaserve.pair.model import Block, TinyLlama, load_hf, save_hf
+from adaserve.pair.model import Block, TinyLlama, load_hf, most_used_columns, save_hf
 from adaserve.pair.shape import DRAFT, ROPE_THETA, Shape
 from adaserve.pair.train import Run, Trainer
 
@@ -38,11 +38,9 @@ def sliced(target: TinyLlama, shape: Shape) -> TinyLlama:
         assert isinstance(block, Block) and isinstance(source, Block)
         for name in ("attn_norm", "mlp_norm", "qkv", "out"):
             block.get_submodule(name).load_state_dict(source.get_submodule(name).state_dict())
-        gate, up = source.gate_up.weight.detach().chunk(2)
-        use = gate.norm(dim=1) * up.norm(dim=1) * source.down.weight.detach().norm(dim=0)
-        columns = use.topk(shape.mlp).indices.sort().values
-        block.gate_up.weight.data.copy_(torch.cat((gate[columns], up[columns])))
-        block.down.weight.data.copy_(source.down.weight.detach()[:, columns])
+        gate_up, down = most_used_columns(source, shape.mlp)
+        block.gate_up.weight.data.copy_(gate_up)
+        block.down.weight.data.copy_(down)
     return draft
 
 

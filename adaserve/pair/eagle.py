@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
 from adaserve.draft_kind import EAGLE3
-from adaserve.pair.folders import PLAIN_NAME
-from adaserve.pair.model import Block, RMSNorm, TinyLlama, rope, rotate
+from adaserve.pair.model import Block, RMSNorm, TinyLlama, most_used_columns, rope, rotate, save_checkpoint
 from adaserve.pair.packed import read_weights
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, Shape, hf_config
 
@@ -110,11 +108,9 @@ class EagleHead(nn.Module):
         qkv, out = most_used_heads(source, layer.shape.kv_heads)
         layer.qkv.weight.copy_(qkv.repeat(1, 2) / 2)
         layer.out.weight.copy_(out)
-        gate, up = source.gate_up.weight.chunk(2)
-        use = gate.norm(dim=1) * up.norm(dim=1) * source.down.weight.norm(dim=0)
-        columns = use.topk(self.shape.mlp).indices.sort().values
-        layer.gate_up.weight.copy_(torch.cat((gate[columns], up[columns])))
-        layer.down.weight.copy_(source.down.weight[:, columns])
+        gate_up, down = most_used_columns(source, self.shape.mlp)
+        layer.gate_up.weight.copy_(gate_up)
+        layer.down.weight.copy_(down)
         for mine, name in ((layer.attn_norm, "attn_norm"), (layer.hidden_norm, "attn_norm"),
                            (layer.mlp_norm, "mlp_norm")):  # fmt: skip
             mine.load_state_dict(source.get_submodule(name).state_dict())
@@ -259,18 +255,11 @@ def head_shape_of(config: dict[str, Any]) -> HeadShape:
 def save_head(head: EagleHead, folder: Path) -> None:
     """Writes config.json and float16 weights in the format of public EAGLE-3 checkpoints: no embedding, one
     ``midlayer``, tokens as differences to their rows (d2t)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: w.detach().to(torch.float16).contiguous() for name, w in _split(head).items()}
-    if not all(torch.isfinite(t).all() for t in tensors.values()):
-        raise ValueError("weights do not fit into float16")
     ids = head.token_ids
     known = torch.zeros(head.target_shape.vocab, dtype=torch.bool)
     known[ids] = True
-    tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
-    save_file(tensors, folder / PLAIN_NAME, metadata={"format": "pt"})
-    (folder / "config.json").write_text(
-        json.dumps(head_config(head.shape, head.target_shape), indent=2) + "\n"
-    )
+    tensors = {**_split(head), "d2t": ids - torch.arange(len(ids)), "t2d": known}
+    save_checkpoint(tensors, head_config(head.shape, head.target_shape), folder)
 
 
 def load_head(folder: Path, target: TinyLlama) -> EagleHead:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -55,6 +56,16 @@ class Block(nn.Module):
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, length, -1)
+
+
+def most_used_columns(block: Block, mlp: int) -> tuple[Tensor, Tensor]:
+    """The rows of a block's gate_up and the columns of its down that belong to the ``mlp`` columns of its MLP
+    whose weights are largest."""
+    gate, up = block.gate_up.weight.detach().chunk(2)
+    down = block.down.weight.detach()
+    use = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    columns = use.topk(mlp).indices.sort().values
+    return torch.cat((gate[columns], up[columns])), down[:, columns]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -129,17 +140,23 @@ def _names(shape: Shape) -> dict[str, list[tuple[str, int]]]:
 
 def save_hf(model: TinyLlama, folder: Path) -> None:
     """Writes config.json and float16 weights; values are the same when loaded as float32."""
-    folder.mkdir(parents=True, exist_ok=True)
     own = model.state_dict()
     tensors: dict[str, Tensor] = {}
     for name, parts in _names(model.shape).items():
-        pieces = own[name].detach().split([rows for _, rows in parts])
-        for (target, _), piece in zip(parts, pieces, strict=True):
-            tensors[target] = piece.to(torch.float16).contiguous()
-    if not all(torch.isfinite(t).all() for t in tensors.values()):
+        pieces = own[name].split([rows for _, rows in parts])
+        tensors.update(zip([target for target, _ in parts], pieces, strict=True))
+    save_checkpoint(tensors, hf_config(model.shape), folder)
+
+
+def save_checkpoint(tensors: dict[str, Tensor], config: dict[str, Any], folder: Path) -> None:
+    """Writes config.json, and the tensors in float16 where they hold no whole numbers. Raises ValueError for
+    weights that are too large for it."""
+    halves = {n: (t.half() if t.is_floating_point() else t).detach().contiguous() for n, t in tensors.items()}
+    if not all(torch.isfinite(t).all() for t in halves.values()):
         raise ValueError("weights do not fit into float16")
-    save_file(tensors, folder / PLAIN_NAME, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config(model.shape), indent=2) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(halves, folder / PLAIN_NAME, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load_hf(folder: Path, rope_theta: float | None = None) -> TinyLlama:
