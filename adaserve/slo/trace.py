@@ -1,9 +1,9 @@
 """Request traces: their form in memory, and the project's own file format.
 
 The project's JSONL is Mooncake's, with SLO keys added: one object per line, sorted by ``timestamp``
-(milliseconds from 0) with ``input_length, output_length`` and optionally ``hash_ids, session_id,
-slo_class, slo_tpot_ms, slo_x_baseline, slo_ttft_ms, text_input, prompt_id``. ``trace_formats.py`` reads it,
-and public formats besides.
+(milliseconds from 0) with ``input_length, output_length`` and optionally ``session_id, slo_class,
+slo_tpot_ms, slo_x_baseline, slo_ttft_ms, text_input, prompt_id``. ``trace_formats.py`` reads it, and public
+formats besides.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class TraceRow:
     slo_x_baseline: float | None = None  # TPOT SLO as a multiple of the unloaded latency per token
     slo_ttft_ms: float | None = None
     session_id: str | None = None  # rows of one session are turns of one conversation
-    hash_ids: tuple[int, ...] = ()  # Mooncake: ids of the prompt's KV blocks
     text: str | None = None
     prompt_id: str | None = None  # the same id = the same prompt text
 
@@ -71,7 +70,6 @@ class Trace:
 
     rows: tuple[TraceRow, ...]
     source: str = ""
-    skipped: int = 0  # rows of the file that are not requests (BurstGPT logs failures with 0 tokens)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -98,7 +96,7 @@ class Trace:
         parts = list(traces)
         rows = sorted((row for trace in parts for row in trace.rows), key=lambda row: row.arrival_s)
         kept = tuple(replace(row, arrival_s=row.arrival_s - rows[0].arrival_s) for row in rows)
-        return cls(kept, ", ".join(trace.source for trace in parts), sum(trace.skipped for trace in parts))
+        return cls(kept, ", ".join(trace.source for trace in parts))
 
     def window(self, start_s: float, duration_s: float = math.inf) -> Trace:
         """The rows that arrive in [start, start + duration), with time counted from ``start_s``."""
@@ -135,9 +133,8 @@ def to_jsonl(rows: Iterable[TraceRow]) -> Iterator[str]:
             "output_length": r.output_tokens,
         }
         for key, attribute in _OPTIONAL.items():
-            value = getattr(r, attribute)
-            if value is not None and value != ():
-                data[key] = list(value) if isinstance(value, tuple) else value
+            if (value := getattr(r, attribute)) is not None:
+                data[key] = value
         yield json.dumps(data, ensure_ascii=False) + "\n"
 
 
@@ -153,7 +150,6 @@ _OPTIONAL = {
     "slo_x_baseline": "slo_x_baseline",
     "slo_ttft_ms": "slo_ttft_ms",
     "session_id": "session_id",
-    "hash_ids": "hash_ids",
     "text_input": "text",
     "prompt_id": "prompt_id",
 }

@@ -44,23 +44,20 @@ def read_trace(path: str | Path, fmt: str = "auto", sort: bool = False) -> Trace
         raise TraceError(f"unknown trace format {name!r}: known are auto, {', '.join(FORMATS)}")
     located, row_of = FORMATS[name]
     rows: list[TraceRow] = []
-    skipped = 0
     for where, data in located(text, str(path)):
-        row = row_of(data, where)
-        if row is None:
-            skipped += 1
-        else:
-            rows.append(_checked(row, where))
-            recorded = rows[0].arrival_s > EPOCH_S and name not in _CLOCKS
-            if not sort and not recorded:
-                _require_order(rows, where)
+        if (row := row_of(data, where)) is None:
+            continue
+        rows.append(_checked(row, where))
+        recorded = rows[0].arrival_s > EPOCH_S and name not in _CLOCKS
+        if not sort and not recorded:
+            _require_order(rows, where)
     if not rows:
         raise TraceError(f"{path} holds no requests")
     rows.sort(key=lambda r: r.arrival_s)
     if name in _CLOCKS:
         first_s = rows[0].arrival_s
         rows = [replace(r, arrival_s=r.arrival_s - first_s) for r in rows]
-    return Trace(tuple(rows), str(path), skipped)
+    return Trace(tuple(rows), str(path))
 
 
 def _require_order(rows: Sequence[TraceRow], where: str) -> None:
@@ -161,17 +158,9 @@ def _ours(data: Mapping[str, Any], where: str) -> TraceRow:
         slo_x_baseline=_optional(data, "slo_x_baseline", where),
         slo_ttft_ms=_optional(data, "slo_ttft_ms", where),
         session_id=None if session is None else str(session),
-        hash_ids=_hash_ids(data, where),
         text=data.get("text_input"),
         prompt_id=data.get("prompt_id"),
     )
-
-
-def _hash_ids(data: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    ids = data.get("hash_ids") or []
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise TraceError(f"{where}: hash_ids must be a list of whole numbers, not {str(ids)[:40]!r}")
-    return tuple(ids)
 
 
 def _simplified_artifact(data: Mapping[str, Any], where: str) -> TraceRow:

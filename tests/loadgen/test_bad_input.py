@@ -57,7 +57,6 @@ TRACES = {
         jsonl(0, slo_class="vip"),
         "unknown class 'vip' (known are coding, chat, summarization)",
     ),
-    "odd hashes": (jsonl(0, hash_ids=5), "hash_ids must be a list of whole numbers"),
     "brackets": ("[" * 100_000 + "\n", "recursion"),
     "digits": ('{"timestamp": 0, "input_length": 1' + "0" * 5000 + ', "output_length": 5}\n', "digits"),
     "other key": ('{"ts": 0, "input_length": 5, "output_length": 5}\n', "(found: 'ts', 'input_length'"),
