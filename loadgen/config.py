@@ -15,7 +15,15 @@ from adaserve.checked import shown
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.checks import Amount, Count, Flag, Positive, Setting, Share, Text, Whole, must
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
-from adaserve.slo.classes import PAPER_MIX, TPOT_RANGE_MS, SLOClass, SLOConfig, SLOError, paper_classes
+from adaserve.slo.classes import (
+    PAPER_MIX,
+    TPOT_RANGE_MS,
+    SLOClass,
+    SLOConfig,
+    SLOError,
+    StrictLoader,
+    paper_classes,
+)
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, token
 _MOST_MS = TPOT_RANGE_MS[1]
@@ -236,25 +244,10 @@ def _class(name: str, given: Any) -> Any:
     return {**base, **given}
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice: YAML would silently take the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} is given twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def load_config(path: str | Path) -> BenchConfig:
     """Reads a YAML file. Raises LoadgenError that names the file."""
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), StrictLoader)
     except (OSError, UnicodeDecodeError) as e:
         raise LoadgenError(f"cannot read the configuration {path}: {why_unreadable(e)}") from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:

@@ -42,17 +42,18 @@ class SLOError(UserError, ValueError):
     """A bad objective; the text says which value was bad and what is accepted."""
 
 
-class _Strict(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML takes the last without a word."""
+class StrictLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML takes the last without a word."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} stands twice", key.start_mark
-                )
-            seen.add(key.value)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -197,7 +198,7 @@ class SLOConfig(Checked):
             limits: {own_ms: true, least_tpot_ms: 20, least_ttft_ms: 200, tenant_share: 0.5}
         """
         try:
-            data = yaml.load(Path(path).read_text(encoding="utf-8"), _Strict)
+            data = yaml.load(Path(path).read_text(encoding="utf-8"), StrictLoader)
         except (OSError, UnicodeDecodeError) as e:
             raise SLOError(f"cannot read the SLO classes in {path}: {e}") from e
         except yaml.YAMLError as e:

@@ -440,7 +440,7 @@ def test_config_file(tmp_path: Path) -> None:
         ("classes: {}\nlimits: {share: 0.5}", "limits: unknown setting 'share': known are own_ms"),
         ("[1]", "expected a mapping"),
         ("a: [", "not valid YAML"),
-        ("classes:\n  a: {tpot_ms: 5}\n  a: {tpot_ms: 50}", "not valid YAML: 'a' stands twice .* line 3"),
+        ("classes:\n  a: {tpot_ms: 5}\n  a: {tpot_ms: 50}", "the key 'a' is given twice .* line 3"),
     ],
 )
 def test_bad_config_files_are_named(text: str, says: str, tmp_path: Path) -> None:
