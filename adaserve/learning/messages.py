@@ -13,14 +13,7 @@ import socket
 import msgspec
 
 from adaserve.sharpening import Correction
-
-
-class ClassScore(msgspec.Struct):
-    """Of the requests of one SLO class, on average: expected accepted tokens of a chain of 4."""
-
-    requests: int
-    present: float
-    first: float
+from adaserve.slo.events import DraftScores
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -36,7 +29,7 @@ class Progress(msgspec.Struct, tag=True):
     first: float
     candidate: float
     verdict: str  # "better", "worse", "undecided", or "first": the first draft serves again
-    classes: dict[str, ClassScore]
+    classes: dict[str, DraftScores]
     requests: int  # taken in since the start
     tokens: int
     updates: int

@@ -19,9 +19,9 @@ from torch import Tensor
 from adaserve.learning import draft_reading, losses
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.head import HeadCopy
-from adaserve.learning.messages import ClassScore
 from adaserve.learning.records import Newest, Record
 from adaserve.sharpening import Correction, DraftSharpening
+from adaserve.slo.events import DraftScores
 
 JUDGED = 32
 """Requests that a candidate is judged on. They are trained on afterwards."""
@@ -87,11 +87,11 @@ class Judgement:
         """Whether the candidate is to serve."""
         return self.verdict in ("better", "first")
 
-    def by_class(self) -> dict[str, ClassScore]:
+    def by_class(self) -> dict[str, DraftScores]:
         """Class -> how many requests, and the mean scores of the present and the first draft."""
         at = {name: torch.tensor([c == name for c in self.classes]) for name in sorted(set(self.classes))}
         return {
-            name: ClassScore(int(of.sum()), float(self.present[of].mean()), float(self.first[of].mean()))
+            name: DraftScores(int(of.sum()), float(self.present[of].mean()), float(self.first[of].mean()))
             for name, of in at.items()
         }
 
