@@ -221,6 +221,14 @@ def class_summary(records: Sequence[RequestRecord], duration_s: float) -> dict[s
     }
 
 
+def class_summaries(records: Iterable[RequestRecord], duration_s: float) -> dict[str, dict[str, Any]]:
+    """The figures of each class, by its name."""
+    by_class: dict[str, list[RequestRecord]] = {}
+    for r in records:
+        by_class.setdefault(r.slo_class, []).append(r)
+    return {name: class_summary(mine, duration_s) for name, mine in sorted(by_class.items())}
+
+
 def _common(values: Iterable[float | None]) -> float | list[float] | None:
     """The one value that all requests have, else [smallest, largest]."""
     given = {v for v in values if v is not None}
@@ -275,9 +283,6 @@ def summarize(
     counted = [r for r in everything if r.scheduled_s >= warmup_s]
     meta = meta or {}
     duration_s = meta.get(PLAYED) or run_duration_s(counted)
-    by_class: dict[str, list[RequestRecord]] = {}
-    for r in counted:
-        by_class.setdefault(r.slo_class, []).append(r)
     # Later turns of a session wait for earlier answers, so only first turns have a planned time.
     lag = distribution_ms("lag", (r.lag_s for r in everything if r.turn == 0))
     sched_lag = {k.removesuffix("_lag_ms"): v for k, v in lag.items()}
@@ -286,7 +291,7 @@ def summarize(
         "schema_version": SCHEMA_VERSION,
         **class_summary(counted, duration_s),
         "duration": round(duration_s, 6),
-        "by_class": {name: class_summary(rs, duration_s) for name, rs in sorted(by_class.items())},
+        "by_class": class_summaries(counted, duration_s),
         "sched_lag_ms": sched_lag,
         "errors": _error_counts(counted),
         "warmup_s": warmup_s,

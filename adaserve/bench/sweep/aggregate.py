@@ -27,7 +27,7 @@ from adaserve.bench.sweep.intervals import (
 from adaserve.bench.sweep.plan import Point, SweepError, SweepPlan
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import PLAIN, PUBLISHED, STOCK, default_policy, is_rival
-from adaserve.slo.metrics import RequestRecord, class_summary
+from adaserve.slo.metrics import RequestRecord, class_summaries, class_summary
 
 OBJECTIVES = ("attained", "met_tpot", "met_ttft")
 _OF_ITERATIONS = frozenset({"depth", "running"})
@@ -206,11 +206,8 @@ class Results:
         }
         every = [r for of in records for r in of]
         duration_s = sum(line["duration_s"] for line in lines)
-        by_class = {
-            name: class_summary([r for r in every if r.slo_class == name], duration_s)
-            for name in sorted({r.slo_class for r in every})
-        }
-        return Outcome(point, policy, tuple(lines), blocks, class_summary(every, duration_s), by_class)
+        of_all, by_class = class_summary(every, duration_s), class_summaries(every, duration_s)
+        return Outcome(point, policy, tuple(lines), blocks, of_all, by_class)
 
     @property
     def default(self) -> str:

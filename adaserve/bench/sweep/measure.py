@@ -24,7 +24,7 @@ from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, TraceSpec
 from adaserve.loadgen.results import iter_records
 from adaserve.server import ServerProcess
-from adaserve.slo.metrics import RequestRecord, class_summary, run_duration_s
+from adaserve.slo.metrics import RequestRecord, class_summaries, class_summary, run_duration_s
 from adaserve.slo.trace import Trace, TraceRow
 
 SILENCE_S = 45.0
@@ -182,12 +182,10 @@ def settled(answers: Sequence[RequestRecord], rows: Sequence[TraceRow]) -> list[
 def case_figures(answers: Sequence[RequestRecord]) -> dict[str, Any]:
     """Duration, figures of all requests and per class."""
     duration_s = run_duration_s(answers)
-    names = sorted({r.slo_class for r in answers})
-    of = {name: [r for r in answers if r.slo_class == name] for name in names}
     return {
         "duration_s": round(duration_s, 4),
         "all": _kept(class_summary(answers, duration_s)),
-        "classes": {name: _kept(class_summary(mine, duration_s)) for name, mine in of.items()},
+        "classes": {name: _kept(c) for name, c in class_summaries(answers, duration_s).items()},
     }
 
 
