@@ -21,6 +21,7 @@ import numpy as np
 from rich.console import Console
 
 from adaserve.bench.busy import OtherPrograms
+from adaserve.bench.client import Ask
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded
 from adaserve.config import AdaServeConfig
@@ -93,14 +94,6 @@ class Predictions:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
-    """Attainment of the load test, and as ``adaserve simulate capacity`` foresees it."""
-
-    measured: float
-    simulated: dict[int, float]  # replicas -> attainment
-
-
-@dataclass(frozen=True, slots=True)
 class FleetPlan:
     """What to run."""
 
@@ -138,7 +131,6 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
     write_json(plan.out / "replicas.json", reports)
     for path, size in before_load.items():
         forget_beginning(path, size)
-    capacity = _capacity(plan, reports, records, float(summary["slo_attainment"] or 0.0))
     result = {
         "command": command_line(),
         "headroom": asdict(ranking) | {"share": ranking.share},
@@ -146,7 +138,10 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
             "all": asdict(Predictions.of(judged)),
             **{name: asdict(Predictions.of([r for r in judged if r.slo_class == name])) for name in classes},
         },
-        "capacity": asdict(capacity),
+        "capacity": {
+            "measured": float(summary["slo_attainment"] or 0.0),
+            "simulated": _foreseen(plan, reports, records),
+        },
         "other_programs": round(others.share, 3),
         "valid": summary["valid"],
         "invalid_reasons": summary["invalid_reasons"],
@@ -234,8 +229,7 @@ def headroom(url: str) -> dict[str, float]:
 
 def _generate(url: str, tokens: int) -> None:
     """A request without an SLO; its answer is not looked at, since it may be cut off."""
-    params = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.7}
-    httpx.post(url + "/generate", json={"text": "import os\n", "sampling_params": params}, timeout=600)
+    httpx.post(url + "/generate", json=Ask("import os\n", tokens, 0.7).body(), timeout=600)
 
 
 # -- load -----------------------------------------------------------------------------------
@@ -281,11 +275,11 @@ def forget_beginning(recording: Path, size: int) -> None:
     recording.write_bytes(rest.partition(b"\n")[2])
 
 
-def _capacity(
-    plan: FleetPlan, reports: Sequence[dict[str, Any]], records: Sequence[RequestRecord], measured: float
-) -> Capacity:
-    """What ``adaserve simulate capacity`` says of the trace, by what all replicas recorded, and by the costs
-    that the first one has learned."""
+def _foreseen(
+    plan: FleetPlan, reports: Sequence[dict[str, Any]], records: Sequence[RequestRecord]
+) -> dict[int, float]:
+    """Attainment by the number of replicas, as ``adaserve simulate capacity`` says of the trace, by what all
+    replicas recorded, and by the costs that the first one has learned."""
     costs = LatencyModel.from_json(reports[0]["latency_learned"] or reports[0]["latency"])
     baseline_ms = float(reports[0]["baseline_ms"])
     simulated = SimulatedFleet.of(plan.policy, costs, baseline_ms, plan.seed, _recordings(plan))
@@ -296,7 +290,7 @@ def _capacity(
         replace(simulated, config=config).attainment(trace, SLOConfig(), warm_up=warm_up) for config in seeded
     ]
     sizes = sorted({1, plan.replicas, plan.replicas + 1})
-    return Capacity(measured, {n: float(np.mean([of(n) for of in attainments])) for n in sizes})
+    return {n: float(np.mean([of(n) for of in attainments])) for n in sizes}
 
 
 def summary_text(result: dict[str, Any], replicas: int) -> str:

@@ -217,11 +217,11 @@ def capacity(
         hardware = Hardware(model, gpu, tp, profile)
         cache = kv_tokens or hardware.kv_tokens()
         recordings = () if recorded is None else (recorded,)
-        of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, recordings, cache)
+        of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, recordings, cache, router)
         loaded = read_recorded(trace, seed)
         most = min(most, len(loaded))  # with one for each request, all of them run alone
         with console.status(_replicas(1)) as status:
-            served, summaries = of.records(loaded, slos, router), {}
+            served, summaries = of.records(loaded, slos), {}
 
             def attain(n: int) -> float:
                 status.update(_replicas(n))
@@ -276,12 +276,12 @@ def fleet(
     with _refusing():
         hardware = Hardware(model, gpu, tp, profile)
         cache = hardware.kv_tokens()
-        of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, kv_tokens=cache)
+        of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, (), cache, router)
         with console.status("drawing the trace"):
             loaded = read_workload(trace, seed)
     with progress(console) as bar:
         task = bar.add_task("requests", total=len(loaded))
-        served = of.serve(loaded, replicas, router, lambda done: bar.update(task, completed=done))
+        served = of.serve(loaded, replicas, lambda done: bar.update(task, completed=done))
     if out:
         write_json(out, served)
     print(json.dumps(served, indent=1))

@@ -27,9 +27,9 @@ DETAILED = 3000
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """What ``capacity`` and ``fleet`` know of one replica and its requests."""
+    """What ``capacity`` and ``fleet`` know of the replicas, the router and the requests."""
 
-    config: SimulationConfig
+    config: SimulationConfig  # how many replicas there are is said later
     baseline_s: float
     text: TextModel = field(default_factory=TextModel)
     slowdown: float = 1.0  # times that iterations take what the hardware or the profile says
@@ -42,11 +42,13 @@ class SimulatedFleet:
         seed: int,
         recorded: Sequence[Path] = (),
         kv_tokens: int = PROFILED_CACHE,
+        router: str = "least-work",
     ) -> SimulatedFleet:
         """``recorded``: iterations of replicas, to draw trees from; if they took longer than ``latency``
         says, so will the simulated ones, and prefills take what the recorded ones did. Raises ValueError
         where the policy is unknown, or where the recordings say too little."""
-        config, text, slowdown = served(policy, latency, seed, kv_tokens), TextModel(), 1.0
+        config = replace(served(policy, latency, seed, kv_tokens), router=router)
+        text, slowdown = TextModel(), 1.0
         if recorded:
             found = load_recorded(recorded, latency)
             text, slowdown = RECORDED_TEXT, found.slowdown
@@ -54,61 +56,53 @@ class SimulatedFleet:
             config = replace(config, replica=replica, children=found.children)
         return SimulatedFleet(config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3, text, slowdown)
 
-    def attainment(
-        self, trace: Trace, slos: SLOConfig, router: str = "least-work", warm_up: int = 0
-    ) -> Callable[[int], float]:
+    def attainment(self, trace: Trace, slos: SLOConfig, warm_up: int = 0) -> Callable[[int], float]:
         """Share of the trace's requests that would attain their SLOs, by the number of replicas.
         ``warm_up``: of the first ones, which are served and not counted."""
-        served = self.records(trace, slos, router)
+        served = self.records(trace, slos)
         return lambda n: 1.0 - violations(served(n)[warm_up:])
 
-    def records(
-        self, trace: Trace, slos: SLOConfig, router: str = "least-work"
-    ) -> Callable[[int], list[RequestRecord]]:
+    def records(self, trace: Trace, slos: SLOConfig) -> Callable[[int], list[RequestRecord]]:
         """The trace's requests as so many replicas would serve them.
 
         The iterations of long traces are looked up, those of shorter ones played."""
         requests = self._requests(trace, slos)
         if len(trace) <= DETAILED:
-            return lambda n: simulate(_fresh(requests), self._of(n, router)).records()
+            return lambda n: simulate(_fresh(requests), replace(self.config, replicas=n)).records()
         pace = learn_pace(requests, self.config)
-        return lambda n: self._paced(_fresh(requests), pace, n, router)
+        return lambda n: self._paced(_fresh(requests), pace, n)
 
     def _requests(self, trace: Trace, slos: SLOConfig) -> list[SimRequest]:
         return make_requests(trace, slos, self.baseline_s, self.text, self.config.seed)
-
-    def _of(self, replicas: int, router: str) -> SimulationConfig:
-        return replace(self.config, replicas=replicas, router=router)
 
     def _paced(
         self,
         requests: list[SimRequest],
         pace: PaceTable,
         replicas: int,
-        router: str,
         show: Callable[[int], None] | None = None,
     ) -> list[RequestRecord]:
-        config = self._of(replicas, router)
+        config = replace(self.config, replicas=replicas)
         streams = np.random.default_rng([config.seed, 0xF1EE7]).spawn(replicas)
         drafts = config.policy != "none"
         fleet = [PacedReplica(pace, config.replica, rng, drafts) for rng in streams]
         serve(requests, fleet, config, show)
         return [to_record(r) for r in requests]
 
-    def serve(self, trace: Trace, replicas: int, router: str, show: Callable[[int], None]) -> dict[str, Any]:
+    def serve(self, trace: Trace, replicas: int, show: Callable[[int], None]) -> dict[str, Any]:
         """The trace with looked-up iterations and the classes that servers know; JSON values. Raises
         SLOError."""
         began = time.process_time()
         requests = self._requests(trace, SLOConfig())
         pace = learn_pace(requests, self.config)
         ready = time.process_time()
-        summary = summarize(self._paced(requests, pace, replicas, router, show))
+        summary = summarize(self._paced(requests, pace, replicas, show))
         return {
             "requests": len(trace),
             "replicas": replicas,
             "requests_per_s": trace.rps,
             "policy": self.config.policy,
-            "router": router,
+            "router": self.config.router,
             "seed": self.config.seed,
             "attainment": summary["slo_attainment"],
             "attainment_by_class": {n: c["slo_attainment"] for n, c in summary["by_class"].items()},
