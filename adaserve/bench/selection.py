@@ -97,7 +97,7 @@ def measure(policy: str, n: int, B: int, repeats: int) -> tuple[float, float]:
 def _accepted(trees: CandidateTrees, seed: int) -> BoolArray:
     """What a target would accept of the trees if all were verified: at most one child of every node."""
     draws = np.random.default_rng(seed).random(trees.n_nodes)
-    row = np.repeat(np.arange(trees.n_rows), np.diff(trees.row_start))
+    row = trees.row
     above = np.where(trees.parent >= 0, trees.logprob[trees.parent + trees.row_start[row]], 0.0)
     keep: BoolArray = draws < np.exp(trees.logprob - above)
     for node in np.flatnonzero(keep):  # parents come first
@@ -130,7 +130,7 @@ def measure_iteration(
         return made
 
     for i in range(repeats):
-        batch = replace(batch, rids=tuple(batch.rids), decoded_tokens=20 + (batch.decoded_tokens - 17) % 40)
+        batch = replace(batch, decoded_tokens=20 + (batch.decoded_tokens - 17) % 40)
         plan = timed(i, "plan", chosen.plan, batch, now)
         depth, width = plan.draft.depth, plan.draft.width
         trees, right = CandidateTrees.empty(n), np.zeros(0, np.bool_)
@@ -143,7 +143,7 @@ def measure_iteration(
             trees, right = replace(pool[depth, width, i % 8]), accepted[depth, width, i % 8]
         selection = timed(i, "select", chosen.select, plan, trees)
         right = right & selection.keep
-        new = 1 + np.bincount(np.repeat(np.arange(n), np.diff(trees.row_start)), right, n).astype(np.int64)
+        new = 1 + np.bincount(trees.row[right], minlength=n)
         draft, verify = PAIR.draft_s(n, depth, width), PAIR.verify_s(float(selection.verify_tokens))
         now += draft + verify
         times = (now, draft, 0.0, verify, draft + verify, draft + verify)

@@ -15,18 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.bench.sweep.intervals import (
-    FloatArray,
-    Interval,
-    Spread,
-    difference,
-    median_interval,
-    ratio,
-    spread_of,
-)
+from adaserve.bench.sweep.intervals import Interval, Spread, difference, median_interval, ratio, spread_of
 from adaserve.bench.sweep.plan import Point, SweepError, SweepPlan
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import PLAIN, PUBLISHED, STOCK, default_policy, is_rival
+from adaserve.scheduler.interface import FloatArray
 from adaserve.slo.metrics import RequestRecord, class_summaries, class_summary
 
 OBJECTIVES = ("attained", "met_tpot", "met_ttft")

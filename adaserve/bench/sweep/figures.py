@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from adaserve.bench.sweep.aggregate import Outcome, Results
-from adaserve.bench.sweep.intervals import FloatArray, Interval
+from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import GATE, PLAIN, default_policy, slo_aware
 from adaserve.loadgen.figures import bars, color, legend, panels, percent, save
+from adaserve.scheduler.interface import FloatArray
 from adaserve.slo.metrics import percent as as_percent
 
 Curve = Callable[[Outcome], Interval]

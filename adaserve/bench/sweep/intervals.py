@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.stats import t
+
+from adaserve.scheduler.interface import FloatArray
 
 DRAWS = 2000
 MOST_SHOWN = 1000.0
 _HIGH = 0.95
-
-FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,8 @@ class Requests:
 
     def asks(self, n: int) -> list[Ask]:
         """Requests as in the sweep, for measurements outside of load tests."""
-        slos = self.workload.slo_ms(Point(self.plan.at), self.head["baseline_ms"])
-        rows = build_rows(
-            self.workload, self.pool, Point(self.plan.at), n / 10.0, 10.0, 0x5EED, self.head["urgent"]
-        )
+        point = Point(self.plan.at)
+        slos = self.workload.slo_ms(point, self.head["baseline_ms"])
         return [
             Ask(
                 r.text or "",
@@ -60,7 +58,7 @@ class Requests:
                 slos[r.slo_class or ""],
                 stated_max_tokens=self.plan.stated_max_tokens,
             )
-            for r in rows
+            for r in self._mix(point, n / 10.0, 10.0, 0x5EED)
         ]
 
     def _rows(self, point: Point, seed: int) -> tuple[TraceRow, ...]:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.plan import PAPER_SHARE, PROMPT_SCALE, Point, SweepError
 from adaserve.bench.sweep.ttft import PrefillTime, ttft_slo_ms
+from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.slo.classes import PAPER_MIX, SLOClass, SLOConfig, to_ms
 from adaserve.slo.trace import Trace, TraceRow, assign_classes
 
@@ -25,7 +25,6 @@ PEAK_SHARE, PEAK_WIDTH = 0.65, 0.07
 """Of a class's requests, how many come in its peak; the peak's standard deviation over the run."""
 
 _ARRIVALS, _CLASSES, _LENGTHS, _PROMPTS, _KINDS = 1, 2, 3, 4, 5
-FloatArray = npt.NDArray[np.float64]
 
 
 PAPER_PROMPTS = {"coding": (119, 0.5), "chat": (15, 0.55), "summarization": (703, 0.5)}
@@ -179,7 +178,7 @@ def seconds_of_work(rows: Sequence[TraceRow], prefill: PrefillTime, token_s: flo
     return prefill.ms(float(np.mean(read))) / 1e3 + output * token_s
 
 
-def _window(trace: Trace, n: int, seed: int) -> npt.NDArray[np.int64]:
+def _window(trace: Trace, n: int, seed: int) -> IntArray:
     """Indices of n consecutive rows of the trace; each seed gets other rows while there are enough."""
     return (seed * n + np.arange(n)) % len(trace)
 
