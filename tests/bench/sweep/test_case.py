@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,21 @@ def traffic(folder: Path, seconds: float = 1.0) -> Traffic:
     return Traffic(path, rows, slos, 0.7, seconds, {"coding": 0, "chat": 1})
 
 
+def when_sent(fake: Fake, n: int, act: Callable[[], None]) -> None:
+    """Acts once, from another thread, when n requests have come."""
+
+    def watch() -> None:
+        while len(fake.log()) < n:
+            time.sleep(0.1)
+        act()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def press(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
 def test_a_case_is_what_its_clients_saw(tmp_path: Path) -> None:
     with running_fake(first_ms=50.0, token_ms=20.0) as fake:
         before = datetime.now(UTC)
@@ -78,13 +94,7 @@ def test_a_case_that_does_not_end_is_cut_off_and_its_requests_are_violations(
 ) -> None:
     monkeypatch.setattr(Traffic, "limit_s", property(lambda _: 600.0))
     with running_fake(first_ms=50.0, token_ms=5000.0) as fake:
-
-        def ring_when_all_are_sent() -> None:
-            while len(fake.log()) < N:
-                time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGALRM)  # as the limit's own timer does
-
-        threading.Thread(target=ring_when_all_are_sent, daemon=True).start()
+        when_sent(fake, N, lambda: press(signal.SIGALRM))  # as the limit's own timer does
         line, _ = run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")
     assert line["status"] == "timeout" and "600 s" in line["error"]
     assert line["all"]["requests"] == N and line["all"]["attained"] == 0 == line["all"]["completed"]
@@ -92,32 +102,24 @@ def test_a_case_that_does_not_end_is_cut_off_and_its_requests_are_violations(
 
 def test_ctrl_c_before_anything_is_sent_is_no_result_either(tmp_path: Path) -> None:
     with running_fake() as fake, pytest.raises(KeyboardInterrupt):
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()  # Locust takes longer to start
+        threading.Timer(0.3, press, (signal.SIGINT,)).start()  # Locust takes longer to start
         run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")
+
+
+def kill_locust() -> None:
+    (locust,) = (c for c in psutil.Process().children() if "locust" in c.cmdline())
+    locust.kill()
 
 
 def test_a_load_generator_that_is_killed_gives_no_result(tmp_path: Path) -> None:
     with running_fake(first_ms=50.0, token_ms=5000.0) as fake:
-
-        def kill_when_it_runs() -> None:
-            while not fake.state()["log"]:
-                time.sleep(0.1)
-            (locust,) = (c for c in psutil.Process().children() if "locust" in c.cmdline())
-            locust.kill()
-
-        threading.Thread(target=kill_when_it_runs, daemon=True).start()
+        when_sent(fake, 1, kill_locust)
         with pytest.raises(LoadgenError, match="killed"):
             run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")
 
 
 def test_ctrl_c_is_no_result(tmp_path: Path) -> None:
     with running_fake(first_ms=50.0, token_ms=5000.0) as fake:
-
-        def press_when_it_runs() -> None:
-            while not fake.state()["log"]:
-                time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        threading.Thread(target=press_when_it_runs, daemon=True).start()
+        when_sent(fake, 1, lambda: press(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")
