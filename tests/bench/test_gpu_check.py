@@ -41,6 +41,30 @@ from adaserve.loadgen.errors import LoadgenError
 from adaserve.pair.widen import Width
 from adaserve.server import ServerError
 
+DEFAULTS, ON_CPU = CheckPlan(), Pair("t", "d", "cpu")
+
+
+class Quiet(Check):
+    def __init__(self, out: Path, plan: CheckPlan = DEFAULTS, pair: Pair = ON_CPU, **options: Any) -> None:
+        super().__init__(pair, plan, out, Console(quiet=True), **options)
+
+
+class Staged(Quiet):
+    """Its stages, "server:stage", are a test's own."""
+
+    def __init__(self, out: Path, stages: dict[str, Any], **options: Any) -> None:
+        self.stages = stages
+        super().__init__(out, **options)
+
+    def _plain(self) -> Sections:
+        return self._own(PLAIN)
+
+    def _adaserve(self) -> Sections:
+        return self._own(ADASERVE)
+
+    def _own(self, kind: str) -> Sections:
+        return {n.partition(":")[2]: s for n, s in self.stages.items() if n.startswith(f"{kind}:")}
+
 
 @pytest.fixture
 def url() -> Iterator[str]:
@@ -84,7 +108,7 @@ def test_client(url: str) -> None:
 
 
 def test_outputs_are_compared_with_mercy_for_ties(tmp_path: Path) -> None:
-    check = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    check = Quiet(tmp_path)
     check.found.margin_noise = 0.03
     sure = (1.0, 1.0, 1.0)
     check.found.reference = [Answer((1, 2, 3), sure)] * 2 + [Answer((1, 2, 3), (1.0, 0.05, 1.0))] * 2
@@ -122,7 +146,7 @@ def test_tpot_is_measured_on_text_that_loops_least(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(answers, "pace", pace)
     monkeypatch.setattr(answers, "generate", lambda *_: [Answer(())])
     loops, text = Answer((1, 2) * 32), Answer(tuple(range(64)))
-    made = Check(Pair("t", "d", "cpu"), CheckPlan(batches=(8,), rounds=4), tmp_path, Console(quiet=True))
+    made = Quiet(tmp_path, CheckPlan(batches=(8,), rounds=4))
     made._prompts = [[i] for i in range(64)]
     made.found.reference = [loops, text] * 32
     made._speed(FakeServer(), [PLAIN])  # type: ignore[arg-type]
@@ -131,7 +155,7 @@ def test_tpot_is_measured_on_text_that_loops_least(tmp_path: Path, monkeypatch: 
     made.found.reference = []
     made._speed(FakeServer(), [OWN[0]])  # type: ignore[arg-type]
     assert asked[4:] == asked[:4]
-    without = Check(Pair("t", "d", "cpu"), CheckPlan(batches=(8,), rounds=1), tmp_path, Console(quiet=True))
+    without = Quiet(tmp_path, CheckPlan(batches=(8,), rounds=1))
     without._prompts = made._prompts
     without._speed(FakeServer(), [PLAIN])  # type: ignore[arg-type]
     assert asked[-1] == [[i] for i in range(8)] and without.found.distinct_8grams is None
@@ -305,21 +329,6 @@ class FakeServer:
         return {"latency": {}, "device": device, "times": {}}
 
 
-class Staged(Check):
-    """Two servers with stages of a test's own."""
-
-    stages: dict[str, Any] = {}  # noqa: RUF012
-
-    def _plain(self) -> Sections:
-        return {n.partition(":")[2]: s for n, s in self.stages.items() if n.startswith(PLAIN)}
-
-    def _adaserve(self) -> Sections:
-        return {n.partition(":")[2]: s for n, s in self.stages.items() if n.startswith(ADASERVE)}
-
-    def _own(self, kind: str) -> Sections:
-        return {}
-
-
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeServer]:
     """Servers that a check has started."""
@@ -335,8 +344,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeServer]:
 
 
 def check(out: Path, stages: dict[str, Any], **options: Any) -> dict[str, Any]:
-    kind = type("Check", (Staged,), {"stages": stages})
-    return kind(Pair("t", "d", "cpu"), CheckPlan(), out, Console(quiet=True), **options).run()
+    return Staged(out, stages, **options).run()
 
 
 def test_a_failing_stage_does_not_cost_the_next(tmp_path: Path, started: list[FakeServer]) -> None:
@@ -403,11 +411,8 @@ def test_a_server_that_says_something_else_does_not_cost_the_others(
     tmp_path: Path, started: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeServer, "report", lambda _: {"device": {}})
-    kind = type("Check", (Staged,), {
-        "stages": {f"{ADASERVE}:speed": lambda _: None},
-        "_own": lambda self, kind: {"speed": lambda _: None},
-    })  # fmt: skip
-    report = kind(Pair("t", "d", "cuda"), CheckPlan(), tmp_path, Console(quiet=True)).run()
+    stages = {f"{kind}:speed": lambda _: None for kind in (ADASERVE, *OWN)}
+    report = check(tmp_path, stages, pair=Pair("t", "d", "cuda"))
     assert report["skipped"] == {ADASERVE: "KeyError: 'latency'"}
     assert report["done"] == [f"{own}:speed" for own in OWN]
 
@@ -443,9 +448,12 @@ def test_servers_start_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("adaserve.bench.gpu_check.check.serving", serving)
     monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [])
-    monkeypatch.setattr(Staged, "_own", lambda self, kind: {"speed": lambda _: events.append(kind)})
-    stages = {f"{PLAIN}:a": dies, f"{PLAIN}:b": lambda _: events.append("b"),
-              f"{ADASERVE}:c": lambda _: events.append("c")}  # fmt: skip
+    stages = {
+        f"{PLAIN}:a": dies,
+        f"{PLAIN}:b": lambda _: events.append("b"),
+        f"{ADASERVE}:c": lambda _: events.append("c"),
+        **{f"{kind}:speed": lambda _, kind=kind: events.append(kind) for kind in OWN},
+    }
     report = check(tmp_path, stages, together=True)
     own = OWN[0]
     assert events[:3] == [f"{kind} answers" for kind in (own, PLAIN, ADASERVE)]
@@ -483,9 +491,7 @@ def test_servers_that_started_together_end_together(tmp_path: Path, monkeypatch:
 
 def test_results_without_graphs_say_so(tmp_path: Path, started: list[FakeServer]) -> None:
     for flags, count in ((("--disable-cuda-graph",), 1), ((), 0)):
-        pair = Pair("t", "d", "cuda", flags)
-        kind = type("Check", (Staged,), {"stages": {}})
-        report = kind(pair, CheckPlan(), tmp_path / str(count), Console(quiet=True)).run()
+        report = check(tmp_path / str(count), {}, pair=Pair("t", "d", "cuda", flags))
         assert len(report["does_not_show"]) == count
 
 
@@ -520,7 +526,7 @@ def test_what_a_dead_server_did_not_answer_is_no_goodput(
 
     monkeypatch.setattr("adaserve.bench.gpu_check.check.run_mixed", lambda *_: {"token_goodput": 0.0})
     monkeypatch.setattr(FakeServer, "drain", drain, raising=False)
-    alone = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    alone = Quiet(tmp_path)
     alone.found.tpot_ms, alone.found.done = {PLAIN: {1: 2.0}}, [f"{PLAIN}:speed"]
     with pytest.raises(ServerError):
         alone._mixed(FakeServer(), OWN[0])  # type: ignore[arg-type]
@@ -533,16 +539,16 @@ def test_results_come_back(tmp_path: Path, started: list[FakeServer]) -> None:
         made.found.accept_length["priced"] = {1: 4.5}
         made.found.reference = [Answer((1, 2), (0.25, 1.0))]
 
-    kind = type("Check", (Staged,), {"stages": {f"{PLAIN}:speed": measured}})
+    stages = {f"{PLAIN}:speed": measured}
     for _ in range(2):
-        made = kind(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+        made = Staged(tmp_path, stages)
         made.run()
         assert made.found.reference == [Answer((1, 2), (0.25, 1.0))]
         assert made.found.tpot_ms == {PLAIN: {1: 2.0, 8: 3.0}}
         assert made.found.accept_length == {"priced": {1: 4.5}}
     assert len(started) == 1
     with pytest.raises(ServerError, match="another --out"):
-        kind(Pair("t", "d", "cpu"), CheckPlan(tokens=5), tmp_path, Console(quiet=True)).run()
+        check(tmp_path, stages, plan=CheckPlan(tokens=5))
 
 
 SERVERS_STAGES = {f"{kind}:{n}": lambda _: None for kind in (PLAIN, ADASERVE) for n in ("exactness", "speed")}
@@ -685,10 +691,9 @@ def test_stages_that_other_code_has_measured_are_named(
             raise ServerError("nothing was measured")
 
     stages = {**SERVERS_STAGES, f"{PLAIN}:speed": fails, f"{ADASERVE}:speed": halves}
-    kind = type("Check", (Staged,), {"stages": stages})
     for first in (True, False):
         monkeypatch.setattr("adaserve.bench.gpu_check.check.code_digest", lambda first=first: str(first))
-        made = kind(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+        made = Staged(tmp_path, stages)
         report = made.run()
     assert len(report["done"]) == 4
     assert report["other_code"] == [f"{PLAIN}:exactness", f"{ADASERVE}:exactness", f"{ADASERVE}:speed"]
@@ -705,7 +710,7 @@ def test_a_reference_that_others_were_compared_with_stays(
         return made
 
     monkeypatch.setattr(answers, "generate", generate)
-    alone, server = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True)), FakeServer()
+    alone, server = Quiet(tmp_path), FakeServer()
     alone._prompts = [[1]]
     with pytest.raises(ServerError):
         alone._reference_outputs(server)  # type: ignore[arg-type]
@@ -715,7 +720,7 @@ def test_a_reference_that_others_were_compared_with_stays(
 
 def test_all_mixed_loads_follow_from_all_of_plain_decoding(tmp_path: Path) -> None:
     """Before it is done its largest batch is not known, and with it the capacity."""
-    alone = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    alone = Quiet(tmp_path)
     alone.found.tpot_ms = {PLAIN: {1: 2.0}}
     with pytest.raises(StageError, match="all of sglang:speed"):
         alone._mixed(FakeServer(), OWN[0])  # type: ignore[arg-type]
@@ -764,7 +769,7 @@ def test_an_interrupted_stage_goes_on_where_it_was(
     only = [f"{PLAIN}:speed", f"{ADASERVE}:exactness", f"{OWN[0]}:mixed"]
 
     def run() -> Check:
-        made = Check(Pair("t", "d", "cpu"), plan, tmp_path, Console(quiet=True), only=only)
+        made = Quiet(tmp_path, plan, only=only)
         made.run()
         return made
 
@@ -839,18 +844,17 @@ def test_what_was_asked_for_and_not_done(tmp_path: Path, started: list[FakeServe
         raise ValueError("no")
 
     stages = {f"{PLAIN}:speed": fails, f"{PLAIN}:exactness": lambda _: None}
-    kind = type("Check", (Staged,), {"stages": stages})
-    made = kind(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    made = Staged(tmp_path, stages)
     made.run()
     assert made.undone == [f"{PLAIN}:speed"]
     for device, left in (("cpu", []), ("cuda", [f"{OWN[0]}:speed"])):
         asked = [f"{OWN[0]}:speed"]
-        plain = Check(Pair("t", "d", device), CheckPlan(), tmp_path, Console(quiet=True), only=asked)
+        plain = Quiet(tmp_path, pair=Pair("t", "d", device), only=asked)
         assert plain.undone == left
 
 
 def test_a_stage_says_what_it_needs(tmp_path: Path) -> None:
-    alone = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    alone = Quiet(tmp_path)
     server: Any = FakeServer()
     with pytest.raises(StageError, match="run sglang:exactness first"):
         alone._outputs(server, "priced")
@@ -860,7 +864,6 @@ def test_a_stage_says_what_it_needs(tmp_path: Path) -> None:
 
 def test_a_mixed_load_asks_for_what_it_is_judged_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server whose own baseline differs must not aim at other milliseconds."""
-    from adaserve.bench.gpu_check.mixed import run_mixed
     from adaserve.loadgen import protocol
     from adaserve.loadgen.schedule import build_schedule
 
@@ -945,7 +948,7 @@ def test_few_requests_are_asked_more_often(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(answers, "pace", pace)
     monkeypatch.setattr(answers, "generate", generate)
     monkeypatch.setattr(FakeServer, "set_policy", lambda _, name: policy.append(name), raising=False)
-    made = Check(Pair("t", "d", "cpu"), CheckPlan(batches=(1, 2, 8)), tmp_path, Console(quiet=True))
+    made = Quiet(tmp_path, CheckPlan(batches=(1, 2, 8)))
     made._prompts = [[i] for i in range(64)]
     made._speed(FakeServer(), [OWN[0]])  # type: ignore[arg-type]
     assert [len(prompts) for _, prompts in asked] == [1] * 12 + [2] * 6 + [8] * 3
