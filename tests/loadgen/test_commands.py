@@ -11,11 +11,9 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from fake_server import Fake, running_fake
@@ -25,20 +23,12 @@ from typer.main import get_command
 import adaserve
 from adaserve.cli import app
 from adaserve.loadgen import bench as bench_module
-from adaserve.loadgen.agreement import agreement_rows
 from adaserve.loadgen.bench import run_bench, why_not_loaded
-from adaserve.loadgen.config import BenchConfig, Endpoint, from_mapping
+from adaserve.loadgen.config import BenchConfig, from_mapping
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
-from adaserve.loadgen.protocol import MAX_COUNT, NOT_UNDERSTOOD, body, parse_event, slo_headers
-from adaserve.loadgen.report import build_charts, group_runs, write_report
 from adaserve.loadgen.results import iter_records, make_results_dir
-from adaserve.loadgen.run_folder import default_label, read_run
-from adaserve.loadgen.schedule import PlannedRequest, build_schedule
-from adaserve.loadgen.verdicts import compare
-from adaserve.slo.classes import SLOConfig
-from adaserve.slo.metrics import RequestRecord
-from adaserve.slo.resolve import resolve
+from adaserve.loadgen.schedule import build_schedule
 from adaserve.slo.trace import TraceRow, write_jsonl
 
 ALONE_AND_DISTRIBUTED = pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -92,13 +82,6 @@ def test_a_comparison_has_every_setting(tmp_path: Path) -> None:
     html = (tmp_path / "out/report.html").read_text()
     assert "fast against slow" in html and "fast: 2 seeds" in html
     assert "standard error over seeds" in html
-
-
-def test_labels() -> None:
-    assert default_label(Path("20260101T120000Z-adaserve-seed2")) == "adaserve"
-    assert default_label(Path("20260101T120000Z-none")) == "none"
-    assert default_label(Path("20260101T120000Z-chain-2")) == "chain-2", "a length is not a seed"
-    assert default_label(Path("chain-2-s3")) == "chain-2"
 
 
 def test_bad_input_is_one_sentence_and_code_2(tmp_path: Path) -> None:
@@ -450,261 +433,6 @@ def config_file(folder: Path) -> Path:
     path = folder / "mix.yaml"
     path.write_text("duration_s: 5\n")
     return path
-
-
-@pytest.mark.parametrize("config", ["duration_s: 60\nwarmup_s: 5\n", "[", "5", None])
-def test_a_run_without_a_summary_is_not_valid_and_has_its_warm_up(config: str | None, tmp_path: Path) -> None:
-    """Everything of it was killed, or it still runs."""
-    times = (0.5, 6.0)
-    records = [record(id=str(k), scheduled_s=at, sent_s=at, first_token_s=at) for k, at in enumerate(times)]
-    (tmp_path / "requests.jsonl").write_text("\n".join(r.to_json() for r in records) + "\n")
-    if config is not None:
-        (tmp_path / "config.yaml").write_text(config)
-    summary = read_run(tmp_path).summary
-    assert not summary["valid"] and "no summary.json" in summary["invalid_reasons"][0]
-    assert summary["requests"] == (1 if "warmup_s" in (config or "") else 2)
-    assert "is not valid" in write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
-    (tmp_path / "summary.json").write_text('{"warmup_s": 0}')
-    assert read_run(tmp_path).summary["valid"]
-
-
-def test_client_and_server_are_compared(tmp_path: Path) -> None:
-    """The report shows both counts, and which requests may explain a difference."""
-    records = [
-        record(id="0", last_token_s=1.0 + 10 * 0.0299),  # 29.9 ms against 30: close
-        record(id="1", last_token_s=1.0 + 10 * 0.010),
-        record(id="2", error="connection closed before the end of the answer"),
-        record(id="3", last_token_s=1.0 + 10 * 0.050),
-    ]
-    for r in records:
-        r.judge()
-    (tmp_path / "requests.jsonl").write_text("\n".join(r.to_json() for r in records) + "\n")
-    server = {"chat": {"all": {"requests": 3, "attainment": 0.333333}}}
-    learning = {"chat": {"present": 1.5, "first": 1.2}, "chat2": {"present": "x"}}
-    (tmp_path / "summary.json").write_text(json.dumps({"server": server, "learning": learning}))
-    (row,) = agreement_rows(read_run(tmp_path))
-    assert (row["client"], row["client_n"], row["server_n"]) == (0.5, 4, 3)
-    assert row["points"] == pytest.approx(16.7, abs=0.1)
-    assert row["why"] == (
-        "1 within 5% of their SLO; 1 failed at the client; "
-        "1 never counted by the server: turned away or aborted"
-    )
-    page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
-    assert "Client and server" in page and "+16.7" in page and "1 within 5% of their SLO" in page
-    assert page.count("Draft that learns") == 1 and "+25.0%" in page
-
-
-def told(record: RequestRecord, tpot_ms: float, met: bool, **more: float) -> RequestRecord:
-    """The record with the server's verdict."""
-    verdict = {"tpot_ms": tpot_ms, "tpot_slo_ms": record.slo_tpot_ms, "ttft_ms": 400.0, "ttft_slo_ms": None}
-    record.server_slo = {**verdict, "met": met} | more
-    record.judge()
-    return record
-
-
-def test_requests_that_are_judged_differently_are_listed_with_the_reason() -> None:
-    tpot = 30.3 / 1e3  # the client's; the SLO is 30
-    records = [
-        told(record(id="late", last_token_s=1.0 + 10 * tpot), 29.8, True),
-        told(record(id="slo", last_token_s=1.0 + 10 * tpot), 30.2, True, tpot_slo_ms=40.0),
-        told(record(id="chunk", last_token_s=1.0 + 7 * tpot, first_chunk_tokens=4), 29.0, True),
-        told(record(id="lost", error="connection closed before the end of the answer"), 20.0, True),
-        told(record(id="ttft", slo_ttft_ms=450.0), 10.0, True, ttft_slo_ms=450.0),
-        told(record(id="agreed", last_token_s=1.0 + 10 * tpot), 30.2, False),
-        told(record(id="fast", last_token_s=1.1), 10.0, True),
-        record(id="no verdict"),
-    ]
-    verdicts = compare(records)
-    why = {f.id: f.why for f in verdicts.flips}
-    assert why == {
-        "late": "10 tokens were made in 298.0 ms and arrived in 303.0 ms",
-        "slo": "the server judged it by an SLO of 40 ms",
-        "chunk": "its first chunk held 4 tokens: the client measures the other 7 (212 ms), "
-        "the server all after the first (290 ms)",
-        "lost": "it failed on its way to the client: connection closed before the end of the answer",
-        "ttft": "+100.0 ms on the way to the server's HTTP process, and from its first token back",
-    }
-    flips = {f.id: f for f in verdicts.flips}
-    assert (flips["ttft"].objective, flips["ttft"].client_ms, flips["ttft"].server_ms) == (
-        "TTFT",
-        500.0,
-        400.0,
-    )
-    assert (flips["late"].client_ms, flips["late"].server_ms) == (pytest.approx(30.3), 29.8)
-    assert not flips["late"].client_met and flips["late"].server_met
-    assert (verdicts.told, verdicts.met, verdicts.attainment) == (7, 6, 6 / 7)
-    assert verdicts.gap is not None and verdicts.gap[2] > 0.015
-    assert verdicts.undecided >= 2  # "late" and "agreed" lie nearer to 30 ms than the clocks differ
-    assert verdicts.ttft_gap_ms is not None and verdicts.ttft_gap_ms[1] == pytest.approx(100.0)
-    near, far = (told(record(id="x", slo_ttft_ms=slo), 10.0, True, ttft_slo_ms=slo) for slo in (480.0, 550.0))
-    assert [compare([r]).undecided for r in (near, far)] == [1, 0]
-
-
-def test_an_slo_that_only_the_server_has_is_the_reason_why_it_judged_otherwise() -> None:
-    """As with --slo-headers class, where it goes by its own classes."""
-    one = told(record(id="x", last_token_s=1.1), 10.0, False, ttft_ms=400.0, ttft_slo_ms=300.0)
-    assert one.slo_ttft_ms is None and one.attained
-    (flip,) = compare([one]).flips
-    assert (flip.objective, flip.slo_ms, flip.server_ms) == ("TTFT", 300.0, 400.0)
-    assert flip.why == "the server judged it by an SLO of 300 ms"
-
-
-def test_seeds_need_not_have_the_same_classes(tmp_path: Path) -> None:
-    for seed, name in enumerate(("chat", "coding")):
-        (folder := tmp_path / f"priced-seed{seed}").mkdir()
-        (folder / "requests.jsonl").write_text(
-            told(record(id="1", slo_class=name), 10.0, True).to_json() + "\n"
-        )
-    runs = [read_run(p) for p in sorted(tmp_path.iterdir())]
-    page = write_report(runs, tmp_path / "out", png=False).read_text()
-    assert "priced: 2 seeds" in page and "Of priced-seed0, the first of 2 runs." in page
-    alone = write_report(runs[:1], tmp_path / "alone", png=False).read_text()
-    assert "the first of" not in alone and "all requests but those that their client ended" in alone
-
-
-def test_seeds_are_one_sample_for_percentiles_and_no_proof_where_they_agree(tmp_path: Path) -> None:
-    for seed, slow_s in enumerate((1.4, 9.0)):
-        (folder := tmp_path / f"priced-seed{seed}").mkdir()
-        every = [record(id=str(k), last_token_s=slow_s if k < 5 else 1.1) for k in range(50)]
-        for r in every:
-            r.judge()
-        (folder / "requests.jsonl").write_text("".join(r.to_json() + "\n" for r in every))
-    (group,) = group_runs([read_run(p) for p in sorted(tmp_path.iterdir())])
-    (name,) = group.runs[0].summary["by_class"]
-    tpot_ms = [1e3 * v for r in group.runs for v in r.arrays[name]["tpot"]]
-    for of in (None, name):
-        assert group.percentile_ms("tpot", 99, of) == pytest.approx(np.percentile(tpot_ms, 99))
-    assert group.percentile_ms("tpot", 99) > 1.5 * (group.mean("p99_tpot_ms") or 0.0)
-    one, other = (r.summary["mean_tpot_ms"] for r in group.runs)
-    assert group.error("mean_tpot_ms") == pytest.approx(abs(one - other) / 2)
-    shares = {r.summary["slo_attainment"] for r in group.runs}
-    assert len(shares) == 1 and group.error("slo_attainment") == pytest.approx(0.03, abs=0.01)
-
-
-def test_a_curve_ends_below_100_percent_only_where_requests_failed(tmp_path: Path) -> None:
-    short = record(id="short", output_tokens=1, last_token_s=1.0)
-    free = record(id="free", slo_class="free", slo_tpot_ms=None)
-    records = [record(id="fast"), short, record(id="lost", error="HTTP 503"), free]
-    (tmp_path / "requests.jsonl").write_text("".join(r.to_json() + "\n" for r in records))
-    run = read_run(tmp_path)
-    assert sorted(run.arrays["chat"]["ratio"]) == [0.0, pytest.approx(1 / 3), float("inf")]
-    (chart,) = [c for c in build_charts(group_runs([run])) if c.name == "tpot-ratio"]
-    curves = {line.get_label(): max(line.get_ydata()) for line in chart.figure.axes[0].lines}
-    assert curves["chat"] == pytest.approx(2 / 3) and "free" not in curves
-
-
-def test_the_report_lists_them(tmp_path: Path) -> None:
-    records = [told(record(id="late7", last_token_s=1.303), 29.8, True), told(record(id="1"), 10.0, True)]
-    records += [told(record(id=f"c{k}", slo_class="coding"), 10.0, True) for k in range(2)]
-    (tmp_path / "requests.jsonl").write_text("\n".join(r.to_json() for r in records) + "\n")
-    server = {name: {"all": {"requests": 2, "attainment": 1.0}} for name in ("chat", "coding")}
-    (tmp_path / "summary.json").write_text(json.dumps({"server": server}))
-    rows = {r["name"]: r for r in agreement_rows(read_run(tmp_path))}
-    told_of = {n: (r["points"], r["flips"], r["told"]) for n, r in rows.items()}
-    assert told_of == {"chat": (-50.0, 1, 2), "coding": (0.0, 0, 2), "all": (-25.0, 1, 4)}
-    (group,) = group_runs([read_run(tmp_path)])
-    assert (group.mean("requests"), group.mean("requests", "chat")) == (4, 2)
-    assert (group.met("tpot"), group.met("tpot", "chat")) == (0.75, 0.5)
-    assert group.error("mean_tpot_ms") is None, "of one run"
-    page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
-    assert "judged differently" in page and "<td>late7</td>" in page
-    assert "10 tokens were made in 298.0 ms and arrived in 303.0 ms" in page
-
-
-@pytest.mark.parametrize(
-    "odd", [None, 5, {"slo": 5}, {"slo": {"met": "yes"}}, {"slo": {"met": True, "tpot_ms": "x"}}]
-)
-def test_metadata_of_other_servers_is_no_verdict(odd: Any) -> None:
-    event = parse_event("completions", {"choices": [], "usage": {"completion_tokens": 3}, "metadata": odd}, 0)
-    assert event.server_slo is None and event.output_tokens == 3
-
-
-def test_verdict_of_the_server_is_read() -> None:
-    slo = {
-        "class": "chat",
-        "tpot_ms": 1.5,
-        "tpot_slo_ms": 2,
-        "ttft_ms": 9.0,
-        "ttft_slo_ms": None,
-        "met": True,
-    }
-    expected = {k: v for k, v in slo.items() if k != "class"}
-    stream = {"choices": [], "usage": {"completion_tokens": 3}, "metadata": {"slo": slo}}
-    assert parse_event("chat", stream, 0).server_slo == expected
-    assert parse_event("generate", {"text": "x", "meta_info": {"slo": slo}}, 0).server_slo == expected
-    slo["tpot_predicted_ms"] = 1.7
-    assert parse_event("chat", stream, 0).server_slo == expected | {"tpot_predicted_ms": 1.7}
-    slo["tpot_predicted_ms"] = "soon"
-    assert parse_event("chat", stream, 0).server_slo is None
-
-
-@pytest.mark.parametrize(
-    ("tokens", "verifications", "length"), [(9, 4, 2.0), (1, 0, None), (9, None, None), (None, 4, None)]
-)
-def test_the_first_token_comes_of_no_verification(
-    tokens: int | None, verifications: int | None, length: float | None
-) -> None:
-    meta = {"completion_tokens": tokens, "spec_verify_ct": verifications}
-    assert parse_event("generate", {"text": "x", "meta_info": meta}, 0).accept_length == length
-
-
-@pytest.mark.parametrize("count", [-1, MAX_COUNT + 1, 2.5, "3"])
-@pytest.mark.parametrize("name", ["completion_tokens", "prompt_tokens"])
-def test_a_number_of_tokens_that_cannot_be_is_refused(name: str, count: Any) -> None:
-    with pytest.raises(NOT_UNDERSTOOD):
-        parse_event("completions", {"choices": [], "usage": {name: count}}, 0)
-    with pytest.raises(NOT_UNDERSTOOD):
-        parse_event("generate", {"text": "x", "meta_info": {name: count}}, 0)
-
-
-STREAMED = {
-    "model": "m", "max_tokens": 4, "temperature": 0.5, "stream": True, "ignore_eos": True, "priority": 2,
-    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    "custom_params": {"answer_tokens": 3},
-}  # fmt: skip
-BODIES: dict[str, dict[str, Any]] = {
-    "completions": STREAMED | {"prompt": "before hi"},
-    "chat": STREAMED | {"messages": [{"role": "user", "content": "before hi"}]},
-    "generate": {
-        "text": "before hi", "stream": True, "priority": 2,
-        "sampling_params": {"max_new_tokens": 4, "temperature": 0.5, "ignore_eos": True,
-                            "custom_params": {"answer_tokens": 3}},
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("api", BODIES)
-def test_each_api_is_asked_the_same_in_its_own_words(api: str) -> None:
-    server = Endpoint(model="m", api=api, ignore_eos=True, continuous_usage=True)
-    planned = PlannedRequest(
-        0, 0.0, "chat", None, None, "hi", 1, 4, temperature=0.5, priority=2, answer_tokens=3
-    )
-    assert body(server, planned, "before ") == BODIES[api]
-    plain = Endpoint(model="m", api=api, ignore_eos=False, continuous_usage=False)
-    bare = body(plain, replace(planned, priority=None), "")
-    assert not {"priority", "ignore_eos"} & bare.keys() and "continuous_usage_stats" not in str(bare)
-
-
-def record(**values: Any) -> RequestRecord:
-    defaults: dict[str, Any] = {
-        "slo_class": "chat", "slo_ttft_ms": None, "slo_tpot_ms": 30.0, "scheduled_s": 0.5, "sent_s": 0.5,
-        "first_token_s": 1.0, "last_token_s": 1.1, "output_tokens": 11,
-    }  # fmt: skip
-    return RequestRecord(**(defaults | values))
-
-
-def test_slos_are_sent_in_two_spellings_that_agree() -> None:
-    """Routers that drop x-slo headers forward tracestate."""
-    planned = PlannedRequest(0, 0.0, "chat", 50.1234567, 2000.0, "hi", 1, 4)
-    sent = slo_headers(Endpoint(), planned)
-    assert sent["tracestate"] == "adaserve=tpot-ms:50.1235;ttft-ms:2000;class:chat"
-    alone = {"tracestate": sent.pop("tracestate"), "user-agent": "x"}
-    assert resolve(alone, None, SLOConfig()) == resolve(sent | alone, None, SLOConfig())
-    assert "tpot" not in str(slo_headers(Endpoint(slo_headers="class"), planned))
-    assert "class" not in str(slo_headers(Endpoint(slo_headers="ms"), planned))
-    assert "tracestate" not in slo_headers(Endpoint(slo_headers="none"), planned)
-    assert "tracestate" not in slo_headers(Endpoint(headers={"Tracestate": "a=1"}), planned)
-    assert "tracestate" not in slo_headers(Endpoint(), replace(planned, slo_class="a,b")), "not of that form"
 
 
 def test_help_names_the_defaults() -> None:

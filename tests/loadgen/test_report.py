@@ -1,4 +1,5 @@
-"""What the page of a load test says of odd runs: rare classes, odd names, figures that round badly."""
+"""How folders of load tests are read and grouped, and what the page says of odd runs: rare classes, odd
+names, figures that round badly."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from adaserve.loadgen import bench
 from adaserve.loadgen.bench import class_cells, class_table
 from adaserve.loadgen.report import build_charts, group_runs, write_report
 from adaserve.loadgen.results import write_summary
-from adaserve.loadgen.run_folder import Run, read_run
+from adaserve.loadgen.run_folder import Run, default_label, read_run
 from adaserve.loadgen.web_tab import display_row
 from adaserve.slo.metrics import RequestRecord, percent
 
@@ -32,9 +33,11 @@ from adaserve.slo.metrics import RequestRecord, percent
 def record(number: int, slo_class: str = "coding", **values: Any) -> RequestRecord:
     """A request every half second that meets its SLO."""
     at_s = number / 2
-    usual: dict[str, Any] = {"slo_ttft_ms": None, "last_token_s": at_s + 0.3, "output_tokens": 11}
+    usual: dict[str, Any] = {
+        "slo_ttft_ms": None, "slo_tpot_ms": 30.0, "last_token_s": at_s + 0.3, "output_tokens": 11,
+    }  # fmt: skip
     made = RequestRecord(
-        id=str(number), slo_class=slo_class, slo_tpot_ms=30.0, scheduled_s=at_s, sent_s=at_s,
+        id=str(number), slo_class=slo_class, scheduled_s=at_s, sent_s=at_s,
         first_token_s=at_s + 0.1, **(usual | values),
     )  # fmt: skip
     made.judge()
@@ -231,3 +234,50 @@ def test_classes_of_a_trace_are_no_markup(name: str, tmp_path: Path) -> None:
     process: Any = SimpleNamespace(poll=lambda: next(polls))
     bench._show_progress(process, tmp_path, planned, terminal)
     assert name in terminal.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_labels() -> None:
+    assert default_label(Path("20260101T120000Z-adaserve-seed2")) == "adaserve"
+    assert default_label(Path("20260101T120000Z-none")) == "none"
+    assert default_label(Path("20260101T120000Z-chain-2")) == "chain-2", "a length is not a seed"
+    assert default_label(Path("chain-2-s3")) == "chain-2"
+
+
+@pytest.mark.parametrize("config", ["duration_s: 60\nwarmup_s: 5\n", "[", "5", None])
+def test_a_run_without_a_summary_is_not_valid_and_has_its_warm_up(config: str | None, tmp_path: Path) -> None:
+    """Everything of it was killed, or it still runs."""
+    run = folder(tmp_path / "run", [record(1), record(12)], warmup_s=0)  # sent after 0.5 and 6 s
+    if config is not None:
+        (run / "config.yaml").write_text(config)
+    assert read_run(run).summary["valid"]
+    (run / "summary.json").unlink()
+    summary = read_run(run).summary
+    assert not summary["valid"] and "no summary.json" in summary["invalid_reasons"][0]
+    assert summary["requests"] == (1 if "warmup_s" in (config or "") else 2)
+    assert "is not valid" in page_of([read_run(run)], tmp_path)
+
+
+def test_seeds_are_one_sample_for_percentiles_and_no_proof_where_they_agree(tmp_path: Path) -> None:
+    runs = []
+    for seed, slow_s in enumerate((0.5, 8.1)):
+        every = [record(k, last_token_s=k / 2 + (slow_s if k < 5 else 0.2)) for k in range(50)]
+        runs.append(read_run(folder(tmp_path / f"priced-seed{seed}", every)))
+    (group,) = group_runs(runs)
+    (name,) = group.runs[0].summary["by_class"]
+    tpot_ms = [1e3 * v for r in group.runs for v in r.arrays[name]["tpot"]]
+    for of in (None, name):
+        assert group.percentile_ms("tpot", 99, of) == pytest.approx(np.percentile(tpot_ms, 99))
+    assert group.percentile_ms("tpot", 99) > 1.5 * (group.mean("p99_tpot_ms") or 0.0)
+    one, other = (r.summary["mean_tpot_ms"] for r in group.runs)
+    assert group.error("mean_tpot_ms") == pytest.approx(abs(one - other) / 2)
+    shares = {r.summary["slo_attainment"] for r in group.runs}
+    assert len(shares) == 1 and group.error("slo_attainment") == pytest.approx(0.03, abs=0.01)
+
+
+def test_a_curve_ends_below_100_percent_only_where_requests_failed(tmp_path: Path) -> None:
+    short, free = record(1, output_tokens=1, last_token_s=0.6), record(2, "free", slo_tpot_ms=None)
+    run = read_run(folder(tmp_path / "run", [record(0), short, record(3, error="HTTP 503"), free]))
+    assert sorted(run.arrays["coding"]["ratio"]) == [0.0, pytest.approx(2 / 3), float("inf")]
+    (chart,) = [c for c in build_charts(group_runs([run])) if c.name == "tpot-ratio"]
+    curves = {line.get_label(): max(line.get_ydata()) for line in chart.figure.axes[0].lines}
+    assert curves["coding"] == pytest.approx(2 / 3) and "free" not in curves
