@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.measure import server_figures, settled
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.report import summary, write_all
+from adaserve.bench.sweep.store import Store
 from adaserve.slo.metrics import RequestRecord
 from adaserve.slo.trace import TraceRow
 from tests.bench.sweep.factories import case_line, finished_sweep, request
@@ -41,11 +41,11 @@ def tpot_ms(case: Case, i: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return finished_sweep(tmp_path_factory.mktemp("sweeps") / "sweep", PLAN, tpot_ms)
 
 
-def test_attainment_and_goodput_are_those_of_the_records(store) -> None:  # type: ignore[no-untyped-def]
+def test_attainment_and_goodput_are_those_of_the_records(store: Store) -> None:
     outcome = Results(store).get(Point(0.6), "chain-4")
     assert outcome is not None
     ids = [f"load0.60.chain-4.s{seed}.b{block}" for seed in (0, 1) for block in (0, 1)]
@@ -84,7 +84,7 @@ def test_percentiles_are_of_all_requests_of_a_class_and_counters_of_all_iteratio
     assert " 30.6 |" in row
 
 
-def test_a_policy_is_compared_with_the_best_baseline_and_not_with_its_like(store) -> None:  # type: ignore[no-untyped-def]
+def test_a_policy_is_compared_with_the_best_baseline_and_not_with_its_like(store: Store) -> None:
     results = Results(store)
     c = results.against_best(Point(0.6), "priced")
     assert c is not None and c.rival == "chain-4", "adaserve is better, but compared apart"
@@ -225,7 +225,7 @@ def test_goodput_over_a_rival_that_had_none_is_no_number(mine: list[int]) -> Non
     assert claims._shown(c.goodput) == "-"
 
 
-def test_the_published_rules_are_not_silently_left_out(store) -> None:  # type: ignore[no-untyped-def]
+def test_the_published_rules_are_not_silently_left_out(store: Store) -> None:
     """They are compared in a table of their own, so the verdict has to say how that went."""
     page = write_page(store).read_text()
     assert "best of all other systems" not in page
@@ -309,7 +309,7 @@ def test_the_highest_load_at_which_the_best_rival_attains_a_third_is_judged(tmp_
     results = Results(finished_sweep(tmp_path / "s", plan, slow))
     assert results.judged() == Point(0.6), "adaserve is compared apart"
     assert results.judged(gated=True) == Point(1.0)
-    page = write_all(results.store, None, Console(quiet=True)) and (tmp_path / "s" / "README.md").read_text()
+    page = write_page(results.store).read_text()
     assert "Systems as they are, at load0.60" in page
     assert "Systems with the same gate and prefills for all, at load1.00" in page
     assert "`priced` against `adaserve`" in page and "TTFT: coding 5 x prefill + 250 ms" in page
@@ -324,13 +324,13 @@ def test_lengths_that_were_tried_are_not_reported(tmp_path: Path) -> None:
         records = [request(i, i / 3, "coding", 9.0) for i in range(9)]
         write_records(store.records_path(case.id), records)
         store.add(case_line(case, records))
-    assert "chain: 4 at load 0.3, 4 at load 0.6" in Path(write_page(store)).read_text()
+    assert "chain: 4 at load 0.3, 4 at load 0.6" in write_page(store).read_text()
     assert set(Results(store).at(Point(0.6))) == {"chain", "priced"}
 
 
-def write_page(store: Any) -> Path:
+def write_page(store: Store) -> Path:
     write_all(store, None, Console(quiet=True))
-    return Path(store.folder / "README.md")
+    return store.folder / "README.md"
 
 
 def test_a_sweep_without_a_finished_block_has_nothing_to_show(tmp_path: Path) -> None:
@@ -386,11 +386,8 @@ def test_what_the_plugin_costs_is_the_median_of_paired_rounds(tmp_path: Path) ->
     assert idle is not None
     assert idle[:2] == (11.0, 10.0) and idle[2].value == pytest.approx(1.1)
     assert idle[2].low == pytest.approx(1.0) and idle[2].high == pytest.approx(1.25)
-    write_all(store, None, Console(quiet=True))
-    assert (
-        "| one request, ms per token | 11.00 | 10.00 | 1.10x [1.00, 1.25] |"
-        in (store.folder / "README.md").read_text()
-    )
+    page = write_page(store).read_text()
+    assert "| one request, ms per token | 11.00 | 10.00 | 1.10x [1.00, 1.25] |" in page
 
 
 def test_plain_decoding_is_compared_with_sglang_on_the_same_blocks(tmp_path: Path) -> None:
@@ -399,7 +396,7 @@ def test_plain_decoding_is_compared_with_sglang_on_the_same_blocks(tmp_path: Pat
     assert "| load0.30, mean TPOT, ms | 10.0 | 10.0 | 1.00x |" in write_page(store).read_text()
 
 
-def test_everything_is_written_again_from_the_records(store) -> None:  # type: ignore[no-untyped-def]
+def test_everything_is_written_again_from_the_records(store: Store) -> None:
     written = write_all(store, None, Console(quiet=True))
     pictures = [w for w in written if w.endswith(".png")]
     assert set(pictures) == {
@@ -441,8 +438,7 @@ def test_a_sweep_that_ends_in_the_middle_of_a_point_can_be_drawn(
     there = [line for line in every if axis == "peaks" and "peaks" not in line["point"]]
     there += [line for line in every if line not in there and line["policy"] == first][:1]
     (store.folder / "cases.jsonl").write_text("".join(json.dumps(line) + "\n" for line in there))
-    assert "README.md" in write_all(store, None, Console(quiet=True))
-    assert f"{len(there)} of " in (store.folder / "README.md").read_text()
+    assert f"{len(there)} of " in write_page(store).read_text()
 
 
 def test_arrivals_are_drawn_as_they_came_where_blocks_are_missing(tmp_path: Path) -> None:
@@ -458,7 +454,7 @@ def test_arrivals_are_drawn_as_they_came_where_blocks_are_missing(tmp_path: Path
     assert rate_rps == pytest.approx(np.full(20, 60 / plan.seconds), rel=0.1)
 
 
-def test_the_table_of_claims_is_put_between_its_marks(store, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_table_of_claims_is_put_between_its_marks(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "README.md"
     path.write_text(f"# before\n{BEGIN}\nstale\n{END}\nafter\n")
     runs = tmp_path / "2026-01-01-simulation" / "paper"
@@ -554,8 +550,6 @@ def test_the_servers_counters_are_taken_between_two_reports(after: list[tuple[in
 
 
 def test_records_survive_being_packed(tmp_path: Path) -> None:
-    from adaserve.bench.sweep.store import Store
-
     store = Store(tmp_path)
     (tmp_path / "records").mkdir()
     records = [replace(request(0, 0.5, "chat", 7.0), itl_ms=[1.0, 2.0]), request(1, 0.7, "coding", 14.0)]
