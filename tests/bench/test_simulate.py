@@ -180,12 +180,6 @@ def test_loads_of_nearly_the_same_rate_are_refused(tmp_path: Path) -> None:
     assert got.exit_code == 2 and not list(tmp_path.glob("requests-*"))
 
 
-def test_seeds_of_a_synthetic_trace_are_seeds_of_one_load() -> None:
-    said = output_of("run --trace synthetic:20:3 --policy none --seeds 0,1")
-    (line,) = re.findall(r"\| synthetic:20:3 .*", said.partition("### Mean TTFT")[0])
-    assert line.startswith("| synthetic:20:3 | 3 |") and "+-" in line
-
-
 def test_a_setting_that_is_not_yaml_is_one_sentence() -> None:
     got = simulate_command("run --trace synthetic:20:3 --policy priced:d_max=[1")
     assert got.exit_code == 2 and "d_max=[1" in got.output

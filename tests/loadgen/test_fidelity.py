@@ -164,7 +164,6 @@ def test_a_dead_server_is_no_dispatch_lag(tmp_path: Path) -> None:
 
 def test_no_usage_is_said(tmp_path: Path) -> None:
     with running_fake(token_ms=5, no_usage=True) as fake:
-        fake.set(token_ms=5, no_usage=True)
         lengths = {"prompt_tokens": Length(median=9), "output_tokens": Length(median=12)}
         one = ClassLoad(name="chat", tpot_ms=50, **lengths)
         config = BenchConfig(
