@@ -209,7 +209,8 @@ def test_locust_itself_says_who_met_the_slos_and_whether_that_counts(limit: str,
     valid = json.loads((tmp_path / "r/summary.json").read_text())["valid"]
     assert done.returncode == (0 if valid else 4), done.stderr
     assert valid is False or limit == "60s"
-    assert re.search(r"met all SLOs: .*, all [0-9.]+%; results: r, page: adaserve report r\n", done.stderr)
+    shares = ".*, all [0-9.]+%" if limit == "60s" else ".*"  # in 2 s, on a busy machine, no answer may end
+    assert re.search(rf"met all SLOs: {shares}; results: r, page: adaserve report r\n", done.stderr)
 
 
 @ALONE_AND_DISTRIBUTED
