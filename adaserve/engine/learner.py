@@ -23,7 +23,7 @@ from adaserve.learning.draft import File, checked, shapes_of
 from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress
 from adaserve.learning.versions import DamagedError, Versions
 from adaserve.sharpening import DraftSharpening
-from adaserve.slo.events import DraftLearning, DraftScores, Judged
+from adaserve.slo.events import DraftLearning, Judged
 from adaserve.slo.stats import SLOStats, epoch_s
 
 logger = logging.getLogger(__name__)
@@ -139,9 +139,8 @@ class Learner:
 
     def _judged(self, message: Progress) -> None:
         state = self.state
-        classes = {name: DraftScores(s.requests, s.present, s.first) for name, s in message.classes.items()}
         scores = (message.candidate, message.present, message.first)
-        judged = Judged(epoch_s(), *scores, message.verdict, classes)
+        judged = Judged(epoch_s(), *scores, message.verdict, message.classes)
         state.judged = [*state.judged[1 - MOST_JUDGED :], judged]
         counts = zip(self._before, (message.requests, message.tokens, message.updates), strict=True)
         state.requests, state.tokens, state.updates = map(sum, counts)

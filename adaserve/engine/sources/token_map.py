@@ -32,8 +32,8 @@ def token_map(path: str, vocabulary: int, least: int) -> Tensor:
     except Exception as error:  # of a file, of what it holds, or of a model hub
         found = "" if Path(path).exists() else "there is no such file, and on model hubs: "
         raise UnsupportedError(
-            f"{FLAG} {path} cannot be read ({found}{error}): give a file that torch.save has written, with a list "
-            "of token ids"
+            f"{FLAG} {path} cannot be read ({found}{error}): give a file that torch.save has written, with "
+            "a list of token ids"
         ) from error
     known = ids[(ids >= 0) & (ids < vocabulary)].unique()
     if ids.dim() != 1 or len(known) != len(ids) or len(ids) < least:
