@@ -15,6 +15,7 @@ from torch import Tensor
 from adaserve.engine.filters import Filter
 from adaserve.engine.grammar import Forbid
 from adaserve.engine.logit_reading import Reading
+from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape
 from adaserve.engine.trees.verify import Acceptance, VerifyBatch
@@ -227,6 +228,11 @@ class Device(Protocol):
     @property
     def most_beams(self) -> int | None:
         """Of all requests in a draft step, where one has more than ``NARROW``; None = no limit."""
+        ...
+
+    @property
+    def shift(self) -> RotaryShift | None:
+        """Of the target's rotary positions, where it has M-RoPE."""
         ...
 
     def is_busy(self) -> bool:

@@ -61,12 +61,14 @@ def scales_of(pool: Any, layer: RadixAttention) -> tuple[float, float]:
 def require_served(model_config: Any) -> None:
     """Raises UnsupportedError for SGLang's ``ModelConfig`` of a model with state-space, convolution or linear
     attention layers, whose state goes forward with every token, also those of candidates, and never back; or
-    with multimodal rotary embeddings, since our forwards tell one position of a token."""
+    that writes what is no text (``RotaryShift``)."""
     reasons = {
         "some of its layers keep a state, which would hold candidates that were not accepted": (
             mambaish_config(model_config) is not None
         ),
-        "it tells positions in images from those in text (M-RoPE)": model_config.model_is_mrope,
+        "it writes images, whose tokens have positions of their own": (
+            "GlmImageForConditionalGeneration" in model_config.hf_config.architectures
+        ),
     }
     for reason, applies in reasons.items():
         if applies:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 
 from adaserve.engine.state import RequestState
 from adaserve.noise import request_key
@@ -85,6 +86,14 @@ class Requests:
             self._started += 1
             self._keys[req] = request_key(*self._seed, self._started)
         return self._keys[req]
+
+
+def tokens_of(req: Any, ids: Iterable[int]) -> list[int]:
+    """``ids`` of one of SGLang's requests. In place of images, audio and video SGLang has hashes, which are
+    no tokens: token 0 stands there."""
+    if req.multimodal_inputs is None:
+        return list(ids)
+    return [token if token < MM_PAD_SHIFT_VALUE else 0 for token in ids]
 
 
 def rows_of_pool(batch: Any) -> np.ndarray:

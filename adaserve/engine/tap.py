@@ -101,9 +101,10 @@ class Tap:
             self._open[state.rid] = _Open(state, temperature_of(req.sampling_params), text, frozenset(stops))
 
     def _may(self, req: Any, state: RequestState) -> bool:
-        """Only requests whose logits are the target's own: the draft knows of nothing else."""
+        """Only requests whose logits are the target's own, of text alone: the draft knows of nothing else."""
         p = req.sampling_params
-        plain = req.grammar is None and req.custom_logit_processor is None and not p.logit_bias
+        untouched = req.grammar is None and req.custom_logit_processor is None and not p.logit_bias
+        plain = untouched and req.multimodal_inputs is None
         chosen = (state.key >> 32) < self._share * 2**32
         return (
             not self.pauses and state.learn and plain and chosen and not has_penalty(p) and not self._is_full

@@ -201,6 +201,8 @@ class AdaServeWorker(BaseSpecWorker):
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         start_s = time.perf_counter()
         restore_penalties(batch.sampling_info, batch.reqs)
+        if (shift := self.loop.device.shift) is not None:
+            shift.start(batch)
         result = self.target_worker.forward_batch_generation(batch)
         self.loop.settle()  # the last iteration was still running when this forward was queued
         result.new_seq_lens = batch.seq_lens

@@ -300,11 +300,14 @@ FIELDS = {
         "logits_output", "next_token_ids", "accept_lens", "cap_lens", "new_seq_lens", "next_draft_input",
         "speculative_num_draft_tokens", "speculative_output_stride", "can_run_cuda_graph",
     },
-    "sglang.srt.managers.schedule_batch.ScheduleBatch": {"chunked_req", "req_pool_indices_cpu"},
+    "sglang.srt.managers.schedule_batch.ScheduleBatch": {
+        "chunked_req", "req_pool_indices_cpu", "multimodal_inputs",
+    },
+    "sglang.srt.managers.schedule_batch.MultimodalInputs": {"mrope_position_delta"},
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch": {
         "forward_mode", "batch_size", "input_ids", "req_pool_indices_cpu", "extend_prefix_lens_cpu",
         "extend_seq_lens_cpu", "extend_seq_lens", "extend_logprob_start_lens_cpu", "return_logprob",
-        "input_embeds", "replace_embeds", "capture_hidden_mode",
+        "input_embeds", "replace_embeds", "capture_hidden_mode", "mrope_positions",
     },
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": {
         "temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy",
@@ -368,6 +371,7 @@ MEMBERS = [
     "sglang.srt.managers.schedule_policy.CacheAgnosticPolicy.FCFS",
     "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
+    "sglang.srt.managers.schedule_batch.MM_PAD_SHIFT_VALUE",
     "sglang.srt.managers.schedule_batch.Req._check_token_based_finish",
     "sglang.srt.managers.schedule_batch.NextBatchPlan.batch_to_run",
     "sglang.srt.managers.schedule_batch.NextBatchPlan.running_batch",

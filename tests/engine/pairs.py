@@ -16,6 +16,14 @@ CORPUS = """the quick brown fox jumps over the lazy dog and then it goes on to s
 at its own speed {"name": "value", "count": 12, "items": [1, 2, 3]} def main(argv): return 0 if True else
 None while the server accepts tokens 0123456789 from the draft model, it keeps what the target would say. """
 
+SETTINGS = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": False, "initializer_range": 0.12, "bos_token_id": None, "eos_token_id": 0,
+    "pad_token_id": 1,
+}  # fmt: skip
+"""Of a configuration."""
+
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -50,13 +58,7 @@ def random_target(seed: int = 1) -> Any:
 def random_model(family: str, seed: int, **more: Any) -> Any:
     """The same in another of transformers' families; ``more``: of its configuration."""
     torch.manual_seed(seed)
-    settings = {
-        "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": False, "initializer_range": 0.12, "bos_token_id": None, "eos_token_id": 0,
-        "pad_token_id": 1, **more,
-    }  # fmt: skip
-    config = getattr(transformers, f"{family}Config")(**settings)
+    config = getattr(transformers, f"{family}Config")(**{**SETTINGS, **more})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(2.2)

@@ -181,9 +181,7 @@ def test_a_model_may_change_its_positions(way: str, monkeypatch: pytest.MonkeyPa
 def model_config(config: Any, architecture: str) -> SimpleNamespace:
     """As much of SGLang's ``ModelConfig`` as tells whether trees can go through its layers."""
     config.architectures = [architecture]
-    return SimpleNamespace(
-        hf_config=config, is_draft_model=False, linear_attn_registry_result=None, model_is_mrope=False
-    )
+    return SimpleNamespace(hf_config=config, is_draft_model=False, linear_attn_registry_result=None)
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2", "FalconH1", "NemotronH"])
@@ -192,11 +190,14 @@ def test_layers_that_keep_a_state_are_refused(name: str) -> None:
     hybrid = getattr(sglang.srt.configs, f"{name}Config")()
     with pytest.raises(ValueError, match=f"{name}ForCausalLM .*keep a state.* ADASERVE"):
         require_served(model_config(hybrid, f"{name}ForCausalLM"))
-    plain = model_config(transformers.Qwen3Config(), "Qwen3ForCausalLM")
-    require_served(plain)
-    plain.model_is_mrope = True
-    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM .*M-RoPE.*without --speculative-algorithm"):
-        require_served(plain)
+    require_served(model_config(transformers.Qwen3Config(), "Qwen3ForCausalLM"))
+
+
+def test_models_that_write_images_are_refused() -> None:
+    """A request's shift says nothing of the positions of what they write."""
+    name = "GlmImageForConditionalGeneration"
+    with pytest.raises(ValueError, match=rf"{name} .*writes images.*without --speculative-algorithm"):
+        require_served(model_config(transformers.Qwen3Config(), name))
 
 
 def test_positions_that_neighbours_change_are_refused() -> None:

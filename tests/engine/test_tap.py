@@ -32,6 +32,7 @@ def request(prompt: list[int], **params: Any) -> Any:
     """What the tap reads of SGLang's requests."""
     req = sampling_request(**{"logit_bias": None, "top_k": 1, **params})
     req.origin_input_ids, req.grammar, req.custom_logit_processor = prompt, None, None
+    req.multimodal_inputs = None
     return req
 
 
@@ -178,6 +179,7 @@ def test_hidden_states_end_where_float16_does(ring: tuple[Ring, Ring]) -> None:
         lambda r, s: setattr(r.sampling_params, "logit_bias", {"3": 1.0}),
         lambda r, s: setattr(r, "grammar", object()),
         lambda r, s: setattr(r, "custom_logit_processor", "x"),
+        lambda r, s: setattr(r, "multimodal_inputs", object()),
     ],
 )
 def test_what_may_not_be_recorded_is_not(ring: tuple[Ring, Ring], forbid: Any) -> None:

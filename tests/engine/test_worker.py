@@ -42,6 +42,7 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.M
             settle=settle,
             times=Times(),
             sources=[],
+            device=SimpleNamespace(shift=SimpleNamespace(start=lambda batch: order.append("shift"))),
             free_s=lambda: worker.loop.times.last_end_s + 2.0,
             decisions=SimpleNamespace(prefilled=lambda tokens, seconds: told.append(seconds)),
         ),
@@ -51,7 +52,7 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.M
     )
     batch = SimpleNamespace(reqs=[], sampling_info=None, seq_lens=torch.zeros(0), extend_num_tokens=0)
     AdaServeWorker._prefill(worker, batch, None)
-    assert order == ["forward", "settle"]
+    assert order == ["shift", "forward", "settle"]
     assert told == [0.25, 0.25, 0.25] and worker.loop.times.report()["prefill_s"] == 0.25
 
 

@@ -21,6 +21,7 @@ from adaserve.engine.cpu.install import store_again
 from adaserve.engine.cpu.lean import draft_storage
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.medusa import MedusaForward, medusa_forward
+from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.trees import verify
 
 LEAST_GAIN = 0.05
@@ -56,6 +57,7 @@ class CpuDevice:
         self.drafters: Sequence[CpuForward | MedusaForward] = (*drafts, *others)
         heads = [draft for draft in self.drafters if isinstance(draft, HeadForward | MedusaForward)]
         self.target_states = heads[0].target_states if heads else None
+        self.shift = target.shift
 
     @classmethod
     def of(cls, target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> CpuDevice:
@@ -73,8 +75,9 @@ class CpuDevice:
         medusa = None
         if config.medusa is not None:
             medusa = medusa_forward(target, Path(config.medusa), stored)
-        made = cpu_forward(target)
-        itself = cpu_forward(target) if config.has_self else None  # so that its time is that of drafts
+        shift = RotaryShift.of(target)
+        made = cpu_forward(target, shift)
+        itself = cpu_forward(target, shift) if config.has_self else None  # so that its time is that of drafts
         return cls(made, *map(draft_forward, drafts), medusa=medusa, itself=itself)
 
     def is_busy(self) -> bool:

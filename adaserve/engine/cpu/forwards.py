@@ -21,6 +21,7 @@ from adaserve.engine.cpu.sglang_forward import SGLangForward
 from adaserve.engine.device import Beams, KeepGoing, Ready, Run, Search
 from adaserve.engine.levels import Levels
 from adaserve.engine.logit_reading import Reading
+from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.trees.attention import (
     TreeAttentionPlan,
     attention_plan,
@@ -71,8 +72,8 @@ class CpuForward:
     follows = False
     was_graph = False
 
-    def __init__(self, model: CpuModel, req_to_token: Tensor) -> None:
-        self.model = model
+    def __init__(self, model: CpuModel, req_to_token: Tensor, shift: RotaryShift | None = None) -> None:
+        self.model, self.shift = model, shift
         self._req_to_token = req_to_token
         self._runs: list[Run] = []
 
@@ -100,8 +101,10 @@ class CpuForward:
         return None
 
     def _inputs(self, batch: TreeBatch, plan: TreeAttentionPlan, before: Before | None) -> Inputs:
-        slots = token_slots(self._req_to_token, batch)
-        return Inputs(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots, plan, before)
+        slots, positions = token_slots(self._req_to_token, batch), torch.from_numpy(batch.positions)
+        if self.shift is not None:
+            positions = positions + self.shift.by_row[batch.pool_rows[batch.row]]
+        return Inputs(torch.from_numpy(batch.tokens), positions, slots, plan, before)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -223,8 +226,8 @@ def level_batch(levels: Levels, search: Search, step: int, kv_lens: np.ndarray) 
     )
 
 
-def cpu_forward(runner: Any) -> CpuForward:
+def cpu_forward(runner: Any, shift: RotaryShift | None = None) -> CpuForward:
     """The forward of the model that a ``ModelRunner`` holds."""
     lean = lean_of(runner.model)
     model = SGLangForward(runner) if lean is None else LeanForward(lean, runner.token_to_kv_pool)
-    return CpuForward(model, runner.req_to_token_pool.req_to_token)
+    return CpuForward(model, runner.req_to_token_pool.req_to_token, shift)

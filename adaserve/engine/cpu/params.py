@@ -97,7 +97,7 @@ class Inputs:
     """T tokens of one forward. Their keys and values are written before any of them attends."""
 
     tokens: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]: in the text
+    positions: torch.Tensor  # int64 [T]: for the rotary embedding
     slots: torch.Tensor  # int64 [T]: of the KV pool, where their keys and values go
     plan: TreeAttentionPlan
     before: Before | None = None  # what a head takes in besides

@@ -47,6 +47,7 @@ class SGLangForward:
             seq_lens_sum=int(prefix_lens.sum()),
             out_cache_loc=inputs.slots,
             positions=inputs.positions.clone(),  # to which Gemma 3 adds 1, in place
+            mrope_positions=inputs.positions.repeat(3, 1),  # read in place of these where there is M-RoPE
             spec_algorithm=self._runner.spec_algorithm,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,

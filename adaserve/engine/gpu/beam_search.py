@@ -172,14 +172,13 @@ class BeamSearches:
     def _search(self, key: SearchKey, prepared: _Prepared, there: Mapping[str, Tensor]) -> Tensor:
         parts, shape, base = self._parts, prepared.shape, there["base"][:, None]
         levels = Levels(shape, key.rows, prepared.columns, prepared.found)
-        turned = partial(torch.clamp, min=0, max=parts.last_position)  # to positions with a rotary angle
         for q, (kernel, _) in prepared.kernels.items():
             kernel.take(there[f"starts-{q}"])
         q, rows, is_padding = prepared.first, there["pool_rows"][:, None], base == 0
         list_slots(parts.req_to_token, there["lists"], parts.buffers.kv_indices)
         places = torch.where(is_padding, -1, there["places"])
         slots = parts.slots(rows, places)
-        positions = turned(places)  # tokens of a text stand at their positions
+        positions = parts.turned(places, rows)  # tokens of a text stand at their positions
         # Padding before a short text sees all, or it would see nothing: attention to nothing is NaN.
         ends = torch.where(places < 0, -1, there[f"ends-{q}"])
         step = _Step(there["tokens"], positions, slots, ends, prepared.seen.expand(key.rows, -1, -1))
@@ -188,8 +187,8 @@ class BeamSearches:
         logprob, token = best_children(parts, shape, logits, reading(there, 1), base)
         levels.start(logprob[:, 0], token[:, 0])
         # Where nodes stand is worked out for all that are expanded; what they are, level by level.
-        positions, slots = self._standing(prepared, there)
-        angles, readings = turned(positions), {q: reading(there, q) for q in set(shape.beams[:-1])}
+        positions, angles, slots = self._standing(prepared, there)
+        readings = {q: reading(there, q) for q in set(shape.beams[:-1])}
         for depth in range(2, len(shape.beams) + 1):
             nodes = levels.level(depth - 1)
             tokens, seen = levels.tokens[:, nodes], levels.visible[:, nodes]
@@ -204,12 +203,13 @@ class BeamSearches:
             levels.grow(depth, *best_children(parts, shape, logits, readings[q], at))
         return levels.found
 
-    def _standing(self, prepared: _Prepared, there: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """int64 [R * n]: positions of the nodes that are expanded, and where their KV goes."""
+    def _standing(self, prepared: _Prepared, there: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """int64 [R * n]: positions of the nodes that are expanded, those for the rotary embedding, and where
+        their KV goes."""
         row, column, depth = prepared.inner
-        base = there["base"][row]
-        places = torch.where(base == 0, -1, base + column)
-        return base + depth, self._parts.slots(there["pool_rows"][row], places)
+        base, pool_rows = there["base"][row], there["pool_rows"][row]
+        places, positions = torch.where(base == 0, -1, base + column), base + depth
+        return positions, self._parts.turned(positions, pool_rows), self._parts.slots(pool_rows, places)
 
     def _step(
         self, prepared: _Prepared, step: _Step, before: Tensor | None, wanted: slice
@@ -217,13 +217,15 @@ class BeamSearches:
         """Logits [R, w, vocab] and a head's states [R, w, H] of the ``wanted`` ones of a step's tokens.
         ``before`` [R, q, H]: what a head is given."""
         parts, (rows, q) = self._parts, step.tokens.shape
+        positions = step.positions.flatten()
         inputs = Inputs(
             step.tokens.clamp(max=parts.last_token).flatten(),
-            step.positions.flatten(),
+            positions,
             step.slots.flatten(),
             wanted,
             None if before is None else before.flatten(0, 1),
             parts.logits.rows(rows * q),
+            None if parts.shift is None else positions,
         )
         kernel, _ = prepared.kernels[q]
         with kernel.hiding(step.ends, step.seen):

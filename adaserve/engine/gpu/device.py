@@ -44,6 +44,7 @@ from adaserve.engine.gpu.unread import write_nodes
 from adaserve.engine.hidden_states import HiddenStates
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.portions import portions
+from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.transfer import QueuedCopy, put
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import UnreadNodes
@@ -131,7 +132,7 @@ class GpuDevice:
         target_states: HiddenStates | None = None,
     ) -> None:
         self.target, self.drafts, self.medusa, self.itself = target, drafts, medusa, itself
-        self.target_states = target_states
+        self.target_states, self.shift = target_states, target.parts.shift
         for draft in drafts:
             draft.most_tokens = min(draft.most_tokens, READ_AT_ONCE)
         self.device = target.device
@@ -156,6 +157,8 @@ class GpuDevice:
         buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device)
         capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)
 
+        shift = RotaryShift.of(target)
+
         def parts_of(runner: Any, make: MakeKernel, keys: Sequence[Key | SearchKey]) -> Parts:
             return Parts(
                 SGLangCall(runner),
@@ -169,6 +172,7 @@ class GpuDevice:
                 last_token=int(runner.model_config.vocab_size) - 1,
                 follows=attention != "flashinfer",
                 words=known_tokens(runner.model, device),
+                shift=shift if runner is target else RotaryShift.of(runner),
             )
 
         searches, of_drafts = list(sizes.searches()), list(sizes.drafts())

@@ -252,9 +252,15 @@ class GpuForward:
         """Logits and their argmax, of all tokens of the padded size."""
         slots = self.parts.slots(packed.pool_rows, packed.places)
         kept = self.parts.logits
-        inputs = Inputs(packed.tokens, packed.positions, slots, room=kept.rows(key.tokens))
+        room, turned = kept.rows(key.tokens), self._turned(packed)
+        inputs = Inputs(packed.tokens, packed.positions, slots, room=room, turned=turned)
         logits = kept.keep(self._call(key, kernel, packed, inputs).logits)
         return logits, logits.argmax(dim=-1)
+
+    def _turned(self, packed: Packed) -> Tensor | None:
+        """``Inputs.turned``."""
+        parts = self.parts
+        return None if parts.shift is None else parts.turned(packed.positions, packed.pool_rows)
 
     def _call(self, key: Key, kernel: TreeKernel, packed: Packed, inputs: Inputs) -> Output:
         buffers = self.parts.buffers

@@ -24,6 +24,7 @@ from adaserve.engine.gpu.attention import (
 )
 from adaserve.engine.gpu.graphs import GraphTable
 from adaserve.engine.gpu.sizes import FIRST, Key, SearchKey, Sizes
+from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.trees.shape import TreeShape
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 from adaserve.scheduler.config import NARROW
@@ -39,6 +40,7 @@ class Inputs:
     wanted: slice = field(default_factory=partial(slice, None))  # tokens whose logits are needed
     before: Tensor | None = None  # [T, H]: what a head is given besides, hidden states of the tokens before
     room: Tensor | None = None  # fp32 [w or more, vocab]: where a model may leave logits
+    turned: Tensor | None = None  # int64 [T]: rotary positions, where they are others (M-RoPE)
     q_lens: Tensor | None = None
     """int64 [R]: how many tokens each text has, where the logits of the last ones alone are needed."""
 
@@ -126,6 +128,8 @@ class SGLangCall:
             next_token_logits_buffer=inputs.room,
             return_hidden_states_before_norm=False,
         )
+        if inputs.turned is not None:
+            batch.mrope_positions = inputs.turned.repeat(3, 1)
         context = ForwardContext(attn_backend=self._backend)
         with (
             torch.no_grad(),
@@ -164,6 +168,7 @@ class Parts:
     last_token: int
     first: int = FIRST
     follows: bool = False
+    shift: RotaryShift | None = None  # None = no M-RoPE
     words: Tensor | None = None
 
     @property
@@ -185,6 +190,12 @@ class Parts:
     def slots(self, pool_rows: Tensor, places: Tensor) -> Tensor:
         """int64: where the KV of tokens goes; places below 0 are padding's."""
         return torch.where(places < 0, SCRATCH_SLOT, self.req_to_token[pool_rows, places]).long()
+
+    def turned(self, positions: Tensor, pool_rows: Tensor) -> Tensor:
+        """int64: rotary positions of tokens, those of padding included."""
+        if self.shift is not None:
+            positions = positions + self.shift.by_row[pool_rows]
+        return positions.clamp(min=0, max=self.last_position)
 
     def run(self, key: Key | SearchKey, function: Callable[[], Any]) -> tuple[Any, Run]:
         """``function``, or its graph where ``key`` has one; its output is valid until the key's next run."""

@@ -67,7 +67,8 @@ class PromptForward(GpuForward):
     def _forward(self, key: Key, kernel: TreeKernel, packed: Packed) -> Tensor:
         slots = self.parts.slots(packed.pool_rows, packed.places)
         room = self._last.rows(key.rows)
-        inputs = Inputs(packed.tokens, packed.positions, slots, room=room, q_lens=packed.q_lens)
+        turned, q_lens = self._turned(packed), packed.q_lens
+        inputs = Inputs(packed.tokens, packed.positions, slots, room=room, turned=turned, q_lens=q_lens)
         return self._last.keep(self._call(key, kernel, packed, inputs).logits)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adaserve.engine.clock import HostMark
 from adaserve.engine.device import Awaited, Beams, Device, Mark, ModelForward, Ready, Run, Search
-from adaserve.engine.requests import rows_of_pool
+from adaserve.engine.requests import rows_of_pool, tokens_of
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.source import Drafting, EarlyProposal, KeepDrafting, TreeSource
@@ -65,7 +65,7 @@ class BeamSource(TreeSource):
         """Reads the same tokens, after filling holes in their prefix, or leaves them for later."""
         pool_rows = rows_of_pool(batch).tolist()
         texts = [
-            [*r.origin_input_ids, *r.output_ids][: prefix + new]
+            tokens_of(r, [*r.origin_input_ids, *r.output_ids][: prefix + new])
             for r, prefix, new in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
         ]
         if drafts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from sglang.srt.configs.draft_parallel import DraftParallelLayout, DraftParallelSpec, DraftTPExecution
@@ -46,7 +47,10 @@ class DraftModel:
 
     def extend(self, batch: Any) -> None:
         """Writes the draft's KV of the tokens that the target has just prefilled. Those that only a larger
-        target has are not looked up: beyond the draft's embedding that would end the server."""
+        target has are not looked up: beyond the draft's embedding that would end the server. Images are not
+        shown to it: in their places it reads tokens."""
+        batch = copy(batch)
+        batch.multimodal_inputs = [None] * len(batch.reqs)
         with draft_tp_context(self._layout):
             forward_batch = ForwardBatch.init_new(batch, self.runner, return_hidden_states_before_norm=False)
             forward_batch.return_logprob = False  # the target's are asked for

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.engine.requests import rows_of_pool
+from adaserve.engine.requests import rows_of_pool, tokens_of
 from adaserve.engine.sources.match_rates import FIRST_QUARTER, KINDS, PER_KIND, UNKNOWN_NOISE, MatchRates
 from adaserve.engine.sources.rates import LEAST
 from adaserve.engine.sources.source import TreeSource
@@ -131,7 +131,7 @@ class SuffixSource(TreeSource):
             if known is None or known.rid != req.rid or len(known.text or ()) > length:
                 known = self._start(req, row)
             if known.text is not None:
-                self._extend(known, list(req.origin_input_ids[len(known.text) : length]))
+                self._extend(known, tokens_of(req, req.origin_input_ids[len(known.text) : length]))
 
     def _start(self, req: Any, row: int) -> _Request:
         for old in {row, self._row.get(req.rid, row)}:  # retracted requests are not reported

@@ -32,7 +32,8 @@ def test_only_forwards_count() -> None:
         runs.clear()
         return taken
 
-    device = GpuDevice(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    target: Any = SimpleNamespace(device=torch.device("cpu"), parts=SimpleNamespace(shift=None))
+    device = GpuDevice(target)
     model: Any = SimpleNamespace(take_runs=take_runs)
     step = lambda: runs.extend([(at(1.0), at(3.0)), (at(7.0), at(8.5))])  # noqa: E731
     assert device.time([model], step) == pytest.approx(3.5)

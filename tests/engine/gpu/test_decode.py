@@ -149,7 +149,9 @@ class Run:
                 text = self.requests.text(r)
                 if damage:
                     text = [t + (i % damage == 8) for i, t in enumerate([*text, *expected])]
-                reqs.append(SimpleNamespace(rid=f"r{first + r}", origin_input_ids=text))
+                reqs.append(
+                    SimpleNamespace(rid=f"r{first + r}", origin_input_ids=text, multimodal_inputs=None)
+                )
             rows = torch.from_numpy(self.requests.pool_rows) + first
             lens = [len(r.origin_input_ids) for r in reqs]
             read = SimpleNamespace(

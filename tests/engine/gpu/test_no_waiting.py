@@ -242,8 +242,9 @@ def test_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = [
         requests.req_to_token[row, :n] for row, n in zip(requests.pool_rows, requests.lengths, strict=True)
     ]
+    reqs = [SimpleNamespace(origin_input_ids=t, output_ids=[], multimodal_inputs=None) for t in texts]
     batch = forward_batch(
-        requests, [5, 17], [0, 0], reqs=[SimpleNamespace(origin_input_ids=t, output_ids=[]) for t in texts],
+        requests, [5, 17], [0, 0], reqs=reqs,
         prefix_lens=[0, 0], extend_lens=[5, 17], out_cache_loc=torch.cat(slots),
     )  # fmt: skip
     batch.req_pool_indices = batch.seq_lens = None  # which are on the device

@@ -58,7 +58,7 @@ class Case:
         self.prompts[r], pool_row = prompt, int(self.rows.pool_rows[r])
         self.rows.states[r].generated = [41 + r]
         self.rows.seq_lens[r] = len(prompt)
-        request = SimpleNamespace(origin_input_ids=prompt, output_ids=[])
+        request = SimpleNamespace(origin_input_ids=prompt, output_ids=[], multimodal_inputs=None)
         for start, end in zip([cached, *starts], [*starts, len(prompt)], strict=True):
             row = np.array([pool_row])
             batch = TreeBatch.causal(

@@ -113,6 +113,7 @@ def test_its_draft_steps_are_not_counted_as_the_targets() -> None:
         model=SimpleNamespace(**{LEAN_ATTRIBUTE: LeanModel(weights, config, "fp32")}),
         token_to_kv_pool=SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v),
         req_to_token_pool=SimpleNamespace(req_to_token=table),
+        model_config=SimpleNamespace(model_is_mrope=False),
     )
     device = CpuDevice.of(runner, [], AdaServeConfig(drafts="self", draft_window=64))
     assert device.itself is not None

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 
 from adaserve.engine.sources.match_rates import KINDS, OTHER, PER_KIND, START, MatchRates
 from adaserve.engine.sources.rates import LEAST
@@ -42,10 +43,11 @@ class Server:
         tenant: str = "a",
         rid: str = "",
         generated: Sequence[int] = (),
+        media: Any = None,
     ) -> None:
-        """``generated``: before the request was retracted."""
+        """``generated``: before the request was retracted. ``media``: whether it has images."""
         rid = rid or f"{tenant}-{row}-{len(self.prompts)}"
-        req = SimpleNamespace(rid=rid, origin_input_ids=prompt, tenant=tenant)
+        req = SimpleNamespace(rid=rid, origin_input_ids=prompt, tenant=tenant, multimodal_inputs=media)
         whole = len(prompt) + len(generated)
         ends = dict.fromkeys((0, whole) if generated else (0, min(5, whole), whole))  # in two chunks
         for start, end in pairwise(ends):
@@ -92,6 +94,13 @@ def test_what_followed_in_the_prompt_is_proposed() -> None:
     assert (trees.source == SUFFIX).all() and trees.depth.tolist() == [1, 2, 3, 4, 5, 6]
     assert proposal.column.tolist() == [1, 2, 3, 4, 5, 6], "an accepted continuation need not move"
     assert (np.diff(trees.logprob) < 0).all() and trees.logprob[0] < 0
+
+
+def test_hashes_of_images_are_not_proposed() -> None:
+    """No embedding has them."""
+    server, image = Server(), MM_PAD_SHIFT_VALUE + 2**40
+    server.start(0, [1, 2, 3, image, image, 9, 1, 2], 3, media=object())
+    assert chain(server.offer(0)) == [0, 0, 9, 1, 2, 3]
 
 
 def test_what_followed_in_the_output_is_proposed() -> None:
