@@ -108,6 +108,7 @@ MODULES = {
         "openai_errors",  # around all of these
         "bodies",
         "tokenizing",
+        "media",
         "keys",
         "routes",
         "load_headers",

@@ -24,6 +24,7 @@ from adaserve.patches.routes import REFUSED, ROUTES_ONLY
 
 MANAGERS = "sglang.srt.managers"
 OPENAI = "sglang.srt.entrypoints.openai"
+PROCESSOR = "sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor"
 INTERNAL = f"{MANAGERS}.scheduler_components.internal_state.SchedulerInternalStateController"
 TARGETS = {
     "sglang.srt.plugins.hook_registry._propagate_patch": ["original", "wrapped", "source_module"],
@@ -68,6 +69,8 @@ TARGETS = {
     "sglang.srt.entrypoints.http_server.serve_generate_request": ["obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.generate_request": ["self", "obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_batch_output": ["self", "recv_obj"],
+    f"{PROCESSOR}.load_mm_data": ["self", "prompt"],
+    f"{PROCESSOR}.process_and_combine_mm_data": ["self", "base_output", "mm_tokens"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._wait_one_response": ["self", "obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.create_abort_task": ["self", "obj"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": [

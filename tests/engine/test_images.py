@@ -12,7 +12,7 @@ import torch
 from adaserve.host import DEVICE_PATH_ENV
 from tests.engine.conftest import ALONE, RESTLESS, TIGHT, TREES, Served, adaserve_server, audited
 from tests.engine.harness import Zygote, run_jobs
-from tests.engine.images import image_jobs, reading, save_reader
+from tests.engine.images import IMAGE, MARKS, image_jobs, reading, save_reader
 from tests.engine.test_heads import assert_best
 
 WAYS = {
@@ -54,3 +54,18 @@ def test_greedy_is_the_target_alone(reader: tuple[Any, Path, Served]) -> None:
     assert sum(each["cached_tokens"] for each in told) > 100
     stats = served.probe.read()
     assert 1.3 < 1 + stats["accepted"] / stats["rows"] < 5, "drafts agree too rarely or too often"
+
+
+def test_images_that_cannot_be_read_are_refused(reader: tuple[Any, Path, Served]) -> None:
+    """A client that waits for ever is none the wiser."""
+    _, folder, served = reader
+    (job, _), *_ = (found for found in image_jobs(9, folder, seed=3) if found[0].extra)
+    sent, mark = job.extra, MARKS["vision_start_token_id"] + IMAGE + MARKS["vision_end_token_id"]
+    for wrong, told in (
+        ({"text": sent["text"] + IMAGE}, "more marks"),
+        ({"text": mark, "image_data": [str(folder / "none.png")]}, "cannot be read"),
+        ({"text": mark, "image_data": ["data:image/png;base64,AAAA"]}, "IMAGE data at index 0"),
+        ({"text": sent["text"] + mark}, "placeholders"),
+    ):
+        response = served.server.post("/generate", {**sent, **wrong}, timeout=10)
+        assert response.status_code == 400 and told in response.text, response.text

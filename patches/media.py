@@ -1,0 +1,39 @@
+"""Images, audio and video that cannot be read are answered with 400.
+
+Why: where a file is missing or an image too large SGLang answers 500, as if the server were at fault. And
+where a prompt has marks of more images than it brings, Transformers raises StopIteration in a worker thread.
+No future can hold that one, so the client waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.boundary import RequestError
+from adaserve.patches import hook
+
+
+def register() -> None:
+    processor = "sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor"
+    hook(f"{processor}.load_mm_data", _load, HookType.AROUND)
+    hook(f"{processor}.process_and_combine_mm_data", _combine, HookType.AROUND)
+
+
+async def _load(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return await original(*args, **kwargs)
+    except RuntimeError as error:
+        raise RequestError(f"image_data, video_data or audio_data cannot be read: {error}") from error
+
+
+def _combine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs in a worker thread."""
+    try:
+        return original(*args, **kwargs)
+    except StopIteration as error:
+        raise RequestError(
+            "the prompt must have one mark for each image, audio or video that it brings, got more marks"
+        ) from error
