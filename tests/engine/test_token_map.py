@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from adaserve.engine.sources.token_map import token_map
+from adaserve.engine.sources.token_map import keep_tokens, token_map
 from adaserve.errors import UnsupportedError
 from adaserve.host import DEVICE_PATH_ENV
 from tests.engine.conftest import EXACT_DRAFT, Served, adaserve_server
@@ -105,3 +106,17 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         token_map(str(tmp_path / "map.pt"), 10, 3)
     with pytest.raises(UnsupportedError, match=r"other.pt cannot be read \(there is no such file"):
         token_map(str(tmp_path / "other.pt"), 10, 3)
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {"model": SimpleNamespace()},
+        {"lm_head": SimpleNamespace(weight=torch.zeros(9, 4))},  # logits are made by a model inside
+        {"lm_head": SimpleNamespace(weight=torch.zeros(9, 4).char()), "logits_processor": object()},
+        {"lm_head": torch.nn.Linear(4, 9), "logits_processor": object()},
+    ],
+)
+def test_drafts_whose_rows_cannot_be_taken_are_refused(draft: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"Namespace, the draft d, .*leave --speculative-token-map"):
+        keep_tokens(SimpleNamespace(**draft), torch.tensor([3]), "d")

@@ -47,11 +47,14 @@ def token_map(path: str, vocabulary: int, least: int) -> Tensor:
 def keep_tokens(model: Any, ids: Tensor, path: str) -> None:
     """From now on SGLang's ``model``, the draft at ``path``, has logits of the tokens ``ids`` [k] alone, in
     their order. They are called ``hot_token_id``, as SGLang does in heads. Raises UnsupportedError."""
-    all_rows = getattr(model, "lm_head", None) or model.model.embed_tokens  # which Gemma makes logits with
-    weight = all_rows.weight
-    if not weight.is_floating_point() or getattr(all_rows, "bias", None) is not None:
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    matrix = getattr(model, "lm_head", embedding)  # Gemma makes logits with its embedding
+    weight, processor = getattr(matrix, "weight", None), getattr(model, "logits_processor", None)
+    has_bias = getattr(matrix, "bias", None) is not None
+    if processor is None or weight is None or not weight.is_floating_point() or has_bias:
         raise UnsupportedError(
-            f"the output matrix of the draft {path} is quantised or has a bias: leave {FLAG} out"
+            f"{type(model).__name__}, the draft {path}, has no output matrix to take rows of, or one that is "
+            f"quantised or has a bias: leave {FLAG} out"
         )
     if get_tp_group().world_size > 1:  # each rank has its part of the rows
         weight = get_tp_group().all_gather(weight, dim=0)
@@ -59,7 +62,6 @@ def keep_tokens(model: Any, ids: Tensor, path: str) -> None:
         kept = ParallelLMHead(len(ids), weight.shape[1], params_dtype=weight.dtype)
     kept.weight_loader(kept.weight, weight[ids.to(weight.device)])
     model.lm_head, model.hot_token_id = kept, ids
-    processor = model.logits_processor
     processor.vocab_size = len(ids)
     processor.forward = partial(_forward, processor.forward, kept)
 
