@@ -3,7 +3,8 @@
 Why: SGLang's output carries fields of its own choice. The streamer class is its documented place
 for more; ``/generate`` then shows them in ``meta_info``. The OpenAI routes drop ``meta_info``, so they get
 the same object as ``metadata.slo``: in the response, or in the last event of a stream (of completions and
-chat, if it has usage). Of several answers they get one report, which holds each one's own.
+chat, if it has usage). ``/v1/responses`` gets it as JSON text: the metadata of that API are texts, and typed
+clients fail on anything else. Of several answers they get one report, which holds each one's own.
 
 A request's TTFT counts from its arrival at the HTTP process. That time stays there unless it is put into the
 state that travels to the scheduler, as SGLang's own comment at that place proposes; without it a request that
@@ -136,7 +137,7 @@ def _whole(response: Any, self: Any, request: Any, ret: list[dict[str, Any]], *_
 def _response(response: Any, *_: Any, **__: Any) -> None:
     """``response``: the finished one of ``/v1/responses``, streaming or not."""
     if (report := _of_this_task()) is not None:
-        response.metadata = {**response.metadata, KEY: report}
+        response.metadata = {**response.metadata, KEY: json.dumps(report)}
 
 
 def _of_this_task() -> Report | None:
