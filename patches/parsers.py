@@ -10,7 +10,8 @@ may be nested more deeply than Python reads it.
 SGLang checks every schema of a chat's tools in Python, at 0.26 ms a property and as long for a choice: one
 body of 0.3 MB held up everybody's tokens for 6 s.
 
-``/parse_function_call`` hands over tools of a type that lacks what one of the parsers reads (500).
+``/parse_function_call`` hands over tools of a type that lacks what one of the parsers reads (500). On
+``/v1/messages`` SGLang takes arguments that are no JSON for none, and fails on JSON that is no object (500).
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def register() -> None:
     hook(f"{calls}.__init__", _complete_tools, HookType.AROUND)
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._validate_request"
     hook(chat, _checked, HookType.AROUND)
+    messages = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_response"
+    hook(messages, _objects_only, HookType.BEFORE)
 
 
 def _checked(original: Callable[..., str | None], self: Any, request: Any) -> str | None:
@@ -75,6 +78,14 @@ def _complete_tools(original: Callable[..., None], self: Any, tools: Any, *args:
         return Tool.model_validate({"type": tool.type, "function": fields})
 
     original(self, [complete(tool) for tool in tools], *args, **kwargs)
+
+
+def _objects_only(_: Any, response: Any) -> None:
+    """``response``: the chat completion that is made a message."""
+    for choice in response.choices:
+        for call in choice.message.tool_calls or ():
+            if not (call.function.arguments or "").lstrip().startswith("{"):
+                call.function.arguments = ""
 
 
 def _limited(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -123,6 +123,7 @@ TARGETS = {
     ],
     f"{OPENAI}.serving_responses.OpenAIServingResponses._build_response": ["request", "sampling_params"],
     f"{OPENAI}.serving_responses.OpenAIServingResponses.create_responses": ["self", "request", "raw_request"],
+    "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_response": ["self", "response"],
     "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._handle_streaming": [
         "self", "chat_request", "anthropic_request", "raw_request",
     ],

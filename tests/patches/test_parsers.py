@@ -9,15 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.openai import serving_chat
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ChatCompletionResponse
 from sglang.srt.entrypoints.openai.protocol import Tool as ChatTool
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.io_struct import Function, Tool
 
 from adaserve.boundary import RequestError
 from adaserve.patches import parsers
-from adaserve.patches.parsers import _checked, _complete_tools, _limited
+from adaserve.patches.parsers import _checked, _complete_tools, _limited, _objects_only
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,20 @@ def test_tools_of_the_route_are_like_those_of_a_chat() -> None:
         seen: list[ChatTool] = []
         _complete_tools(lambda _, got, seen=seen: seen.extend(got), None, tools)
         assert seen[0].function.strict is None and seen[0].function.parameters == {"type": "object"}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', '"a"', "[1]", "null", "{", "", None])
+def test_a_message_calls_a_tool_with_an_object(arguments: str | None) -> None:
+    """Whatever the model has written."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    response = ChatCompletionResponse(id="1", model="m", choices=[choice], usage=usage)
+    serving: Any = object.__new__(AnthropicServing)
+    _objects_only(serving, response)
+    (block,) = serving._convert_response(response).content
+    assert (block.type, block.input) == ("tool_use", {"a": 1} if arguments == '{"a": 1}' else {})
 
 
 def chat(properties: int) -> ChatCompletionRequest:
