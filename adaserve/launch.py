@@ -1,5 +1,8 @@
 """Runs SGLang's server so that it can be stopped while it starts: python -m adaserve.launch MODULE ARGUMENTS.
 
+SGLang's tools that start an engine themselves load no plugins before they read their flags, so that they know
+no ADASERVE. Here they do.
+
 SGLang heeds signals once it serves. Until then, for half a minute, Ctrl-C ended in a traceback of each of its
 processes, in whatever line they were. Settings that cannot be served ended in a traceback as well, and with
 another SGLang it knew no ADASERVE, and did not say why.
@@ -62,6 +65,10 @@ if __name__ == "__main__":
     try:
         require_room()
         require_sglang()
+        if sys.argv[0].startswith("sglang."):
+            from sglang.srt.plugins import load_plugins
+
+            load_plugins()
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except (UserError, ValueError, AssertionError, NotImplementedError) as error:
         if not isinstance(error, UserError) and not (str(error) and is_of_settings(error)):

@@ -142,6 +142,18 @@ def test_another_sglang_is_named_before_anything_is_imported_from_it(tmp_path: P
     )
 
 
+def test_tools_of_sglang_know_our_plugin(tmp_path: Path) -> None:
+    """Those that start an engine themselves load plugins with it, and read their flags before that."""
+    plugins = tmp_path / "sglang" / "srt" / "plugins.py"
+    plugins.parent.mkdir(parents=True)
+    for package in plugins.parents[:2]:
+        (package / "__init__.py").touch()
+    plugins.write_text("def load_plugins(): print('plugins')")
+    (tmp_path / "sglang" / "tool.py").write_text("print('flags')")
+    command = [sys.executable, "-m", "adaserve.launch", "sglang.tool"]
+    assert subprocess.check_output(command, cwd=tmp_path, text=True, timeout=60) == "plugins\nflags\n"
+
+
 ASKS = "sglang.srt.arg_groups.overrides"
 
 
