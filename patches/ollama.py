@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary.wording import as_sent
 from adaserve.patches import hook
-from adaserve.patches.boundary import STARTED, refusal
+from adaserve.patches.boundary import STARTED
 from adaserve.patches.stream_starts import start
 
 
@@ -51,7 +53,8 @@ async def _noted(outputs: AsyncIterator[Any], last: dict[str, Any]) -> AsyncIter
 
 def _ollama_refusal(obj: Any, error: ValueError) -> Any:
     prompt = "messages" if obj.text is None else "prompt"
-    return refusal(as_sent(str(error), (), ("num_predict", "seed", "repeat_penalty", prompt)))
+    told = as_sent(str(error), (), ("num_predict", "seed", "repeat_penalty", prompt))
+    return JSONResponse({"error": told}, HTTPStatus.BAD_REQUEST)
 
 
 def _why_done(output: Any) -> str:

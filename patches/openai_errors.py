@@ -1,9 +1,10 @@
-"""Errors of OpenAI's routes, and of Anthropic's, have their shape and speak of their fields.
+"""Errors of OpenAI's routes, of Anthropic's and of Ollama's have their shape and speak of their fields.
 
 Why: SGLang answers with the parts of an error, but not inside of ``error``, where OpenAI's clients look for
 them. Those for JavaScript then say "400 status code (no body)". A wrong body is answered with what Pydantic
 says about every type that it tried, twice and as Python writes it. Errors of Anthropic's route have its
-shape, but OpenAI's types; with --fastapi-root-path SGLang takes the route for another one.
+shape, but OpenAI's types; with --fastapi-root-path SGLang takes the route for another one. Ollama's clients
+look for a text in ``error``: that for JavaScript says "[object Object]" of anything else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from adaserve.boundary.wording import as_sent, cut_short, not_json, wrong_fields
 from adaserve.patches import hook
 
 ANTHROPIC = "/v1/messages"
-"""What the paths of its routes begin with."""
+OLLAMA = "/api/"
+"""What the paths of their routes begin with."""
 
 
 def register() -> None:
@@ -72,7 +74,7 @@ def in_shape(
     message: str | None = None,
     path: str = "",
 ) -> Any:
-    """An error of SGLang's as OpenAI or Anthropic writes it; other responses as they are.
+    """An error of SGLang's as OpenAI, Anthropic or Ollama writes it; other responses as they are.
 
     ``sent``: the fields of the request; ``known``: those of its route. ``message``: what is said in place of
     SGLang's words. ``path``: of the request, where its route did not write the error itself.
@@ -84,6 +86,8 @@ def in_shape(
     if not isinstance(given, dict):
         return response  # of other APIs
     message = message or as_sent(str(given.get("message")), sent, known)
+    if path.startswith(OLLAMA):
+        return _with(response, {"error": message})
     if body.get("type") == "error" or path.startswith(ANTHROPIC):
         kind = ERROR_TYPE_MAP.get(response.status_code, given.get("type"))
         return _with(response, {"type": "error", "error": {"type": kind, "message": message}})

@@ -27,6 +27,7 @@ from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV, is_measured
 from adaserve.patches import hook, tokenizer_manager
 from adaserve.patches.boundary import refusal
+from adaserve.patches.openai_errors import in_shape
 
 MAX_BODY_BYTES = 32 << 20
 _READER = "request_body_to_args"  # FastAPI's step from a parsed body to a route's arguments
@@ -182,7 +183,8 @@ async def _unreadable(request: Any, error: Exception) -> Any:
     """A request on which SGLang falls over before it is one: 400 where the fault is the client's."""
     if not _is_the_clients(error):
         raise error
-    return refusal(f"the body is not a valid request for {request.url.path}: {error}")
+    path = route_path(request.scope)
+    return in_shape(refusal(f"the body is not a valid request for {path}: {error}"), path=path)
 
 
 def _is_the_clients(error: Exception) -> bool:

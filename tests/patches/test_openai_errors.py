@@ -63,6 +63,12 @@ def test_an_error_of_anthropic_keeps_its_shape() -> None:
     assert json.loads(answer.body) == {"type": "error", "error": error}
 
 
+def test_an_error_of_ollama_is_a_text() -> None:
+    answer = in_shape(JSONResponse(FLAT, 400), path="/api/chat")
+    assert json.loads(answer.body) == {"error": "max_new_tokens must be"}
+    assert json.loads(in_shape(answer, path="/api/chat").body) == json.loads(answer.body)
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
