@@ -87,7 +87,7 @@ def make_step(
         "logit_bias": None, "has_custom_logit_processor": False,
     }  # fmt: skip
     info: Any = SimpleNamespace(**values | over)
-    forward: Any = None  # draws need no model
+    forward: Any = SimpleNamespace(shift=None)  # draws need no model
     tensors = tensors_of(batch.arrays())
     device = CpuDevice(forward, forward)
     settings = sampling.Settings.of(reqs)
