@@ -113,7 +113,10 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     [
         {"model": SimpleNamespace()},
         {"lm_head": SimpleNamespace(weight=torch.zeros(9, 4))},  # logits are made by a model inside
-        {"lm_head": SimpleNamespace(weight=torch.zeros(9, 4).char()), "logits_processor": object()},
+        {
+            "lm_head": SimpleNamespace(weight=torch.zeros(9, 4).to(torch.float8_e4m3fn)),
+            "logits_processor": object(),
+        },
         {"lm_head": torch.nn.Linear(4, 9), "logits_processor": object()},
     ],
 )

@@ -122,8 +122,13 @@ def hidden_states_of(target: Any, head: Any) -> HiddenStates:
 
 
 def keep_states(target: Any, hidden: HiddenStates) -> None:
-    """From now on the ``ModelRunner`` ``target`` writes its states to ``hidden``."""
-    inner = target.model.model
+    """From now on the ``ModelRunner`` ``target`` writes its states to ``hidden``. Raises UnsupportedError."""
+    inner = getattr(target.model, "model", None)
+    if inner is None:  # as in Gemma 3's class for images
+        raise UnsupportedError(
+            f"heads read the target's hidden states, which SGLang's {type(target.model).__name__} computes "
+            "in a model inside of it: serve a target of another architecture, or a draft model"
+        )
     if (lean := lean_of(target.model)) is not None:  # a GPU's parts on a CPU
         lean.sink = hidden
         return

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.speculative.spec_utils import load_token_map
@@ -19,6 +20,7 @@ from torch import Tensor
 from adaserve.errors import UnsupportedError
 
 FLAG = "--speculative-token-map"
+_PLAIN = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def token_map(path: str, vocabulary: int, least: int) -> Tensor:
@@ -51,7 +53,7 @@ def keep_tokens(model: Any, ids: Tensor, path: str) -> None:
     matrix = getattr(model, "lm_head", embedding)  # Gemma makes logits with its embedding
     weight, processor = getattr(matrix, "weight", None), getattr(model, "logits_processor", None)
     has_bias = getattr(matrix, "bias", None) is not None
-    if processor is None or weight is None or not weight.is_floating_point() or has_bias:
+    if processor is None or weight is None or has_bias or weight.dtype not in _PLAIN:
         raise UnsupportedError(
             f"{type(model).__name__}, the draft {path}, has no output matrix to take rows of, or one that is "
             f"quantised or has a bias: leave {FLAG} out"

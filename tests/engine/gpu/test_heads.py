@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adaserve.engine.gpu.heads import SGLangHead, hidden_states_of
+from adaserve.engine.gpu.heads import SGLangHead, hidden_states_of, keep_states
 from adaserve.engine.gpu.model import Inputs
+from adaserve.errors import UnsupportedError
 
 SIZE, LAYERS, SLOTS = 8, [1, 2, 4], 30
 
@@ -94,6 +95,12 @@ def test_each_output_row_of_a_head_needs_a_token_of_its_own(ids: list[int], wron
     else:
         with pytest.raises(ValueError, match=wrong):
             hidden_states_of(runner(Target()), draft)
+
+
+def test_a_target_with_another_model_inside_is_refused() -> None:
+    """Its class has no states that could be read."""
+    with pytest.raises(UnsupportedError, match="SimpleNamespace computes in a model inside of it"):
+        keep_states(SimpleNamespace(model=SimpleNamespace()), hidden_states_of(runner(Target()), head()))
 
 
 @pytest.mark.parametrize(
