@@ -416,6 +416,11 @@ class AdaServeConfig(Checked):
         return CPU_WIDTH if self.max_width is None else self.max_width
 
     @property
+    def most_children(self) -> int:
+        """Best tokens behind one node that a draft step looks for, at most."""
+        return max(self.widest, *self.for_policies().fixed_branching)
+
+    @property
     def beam_candidates(self) -> int:
         """Nodes that one model drafts for one request."""
         return self.max_depth * self.widest if self.draft_models else 0

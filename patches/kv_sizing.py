@@ -79,7 +79,7 @@ def hidden_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def states_dtype(of_kv: torch.dtype, of_model: torch.dtype) -> torch.dtype:
-    """How hidden states are kept: as keys and values are, but not in 8 bits, for which they vary too much."""
+    """How hidden states are kept: as keys and values are, but not in 8 bits: scales are for these alone."""
     return of_model if of_kv.itemsize == 1 else of_kv
 
 

@@ -51,8 +51,8 @@ class CpuAttentionBackend(AttentionBackend):
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         of_keys, of_values = scales_of(self.token_to_kv_pool, layer)
-        scores = Scores.of(layer, sinks).times(of_keys)
-        return (attend(heads.float(), keys, values, self.plan, scores) * of_values).to(q.dtype)
+        out = attend(heads.float(), keys, values, self.plan, Scores.of(layer, sinks).times(of_keys))
+        return (out if of_values == 1 else out * of_values).to(q.dtype)
 
     forward_decode = forward_extend
 

@@ -167,7 +167,7 @@ class GpuDevice:
                 buffers,
                 replace(sizes, captured=frozenset(keys)),
                 table,
-                candidates=max(config.widest, *config.for_policies().fixed_branching),
+                candidates=config.most_children,
                 last_position=int(target.model_config.context_len) - 1,
                 last_token=int(runner.model_config.vocab_size) - 1,
                 follows=attention != "flashinfer",

@@ -178,8 +178,9 @@ def keep_listed(listed: str, draft: Any, path: str, kind: DraftKind, config: Ada
     if kind == "eagle3":  # as in SGLang
         logger.warning("AdaServe: %s has no effect: the EAGLE-3 head has a vocabulary of its own", FLAG)
         return
-    runner, least = draft.model_runner, max(config.widest, *config.for_policies().fixed_branching)
-    keep_tokens(runner.model, token_map(listed, runner.model_config.vocab_size, least), path)
+    runner = draft.model_runner
+    ids = token_map(listed, runner.model_config.vocab_size, config.most_children)
+    keep_tokens(runner.model, ids, path)
 
 
 def require_same_size(target: Any, draft: Any, path: str) -> None:

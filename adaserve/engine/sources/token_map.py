@@ -1,8 +1,8 @@
 """Drafts that know the most frequent tokens alone (FR-Spec, section 3): ``--speculative-token-map``.
 
-A draft step reads its whole output matrix and looks through as many logits. Of a vocabulary of 150,000 tokens
-32,000 make up nearly all text, so a draft with the rows of these is cheaper and hardly worse. The target
-still writes any token: a draft only guesses.
+A draft step reads its whole output matrix and looks through as many logits. A small part of a vocabulary
+makes up most text, so a draft may keep the rows of these tokens alone. The target still writes any token: a
+draft only guesses.
 """
 
 from __future__ import annotations
