@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from adaserve.checkpoints.draft_kind import kind_at
 from adaserve.config import GPU_WIDTH, MOST_RUNNING, AdaServeConfig, settle_classes
-from adaserve.draft_kind import kind_at
-from adaserve.host import ATTENTION_BACKEND, on_device
+from adaserve.host.device import ATTENTION_BACKEND, on_device
 from adaserve.identity import NAME, ensure_registered
 from adaserve.patches import require_applied
 from adaserve.refusals import refuse_unsupported
@@ -19,7 +19,7 @@ from adaserve.refusals import refuse_unsupported
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-    from adaserve.patches.served_worker import ServedWorker
+    from adaserve.patches.scheduler.served_worker import ServedWorker
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from adaserve.bench.options import results_folder
 from adaserve.bench.simulate.cli import app as simulator
 from adaserve.commands import Commands, fail, new_file
 from adaserve.commands import flags as split
-from adaserve.cores import short_spins
 from adaserve.fleet.cli import app as fleet
+from adaserve.host.cores import short_spins
+from adaserve.host.lifetime import die_with_parent
 from adaserve.learning.cli import app as draft
-from adaserve.lifetime import die_with_parent
 from adaserve.loadgen import cli as loadgen
 from adaserve.options import (
     Budget,

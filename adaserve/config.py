@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from adaserve.checked import Checked, shown
+from adaserve.checkpoints.hub import HUB_NAME
 from adaserve.errors import UserError, why_unwritable
 from adaserve.slo.classes import SLOConfig
 
@@ -37,8 +37,6 @@ MOST_RUNNING = 64
 CPU_WIDTH, GPU_WIDTH = 3, 8
 """W_max unless ``--max-width`` says otherwise. With an H200's costs and one request, eight beams bring 6%
 more tokens per second than three; on a CPU verified tokens cost too much for them."""
-HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-"""Of a model that is not a folder here."""
 
 
 class ConfigError(UserError, ValueError):

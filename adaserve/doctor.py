@@ -20,12 +20,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from adaserve.cache import cache_folder
 from adaserve.commands import NO
-from adaserve.cores import usable_cores, usable_memory
-from adaserve.host import cpu_name, select, version_of
+from adaserve.host.cache import cache_folder
+from adaserve.host.cores import usable_cores, usable_memory
+from adaserve.host.description import cpu_name, version_of
+from adaserve.host.device import select
+from adaserve.host.ports import why_not_free
 from adaserve.identity import SGLANG_VERSION
-from adaserve.ports import why_not_free
 
 State = Literal["ok", "note", "missing"]
 

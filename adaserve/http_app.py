@@ -12,7 +12,7 @@ load_plugins()
 
 from sglang.srt.entrypoints.http_server import app  # noqa: E402 - hooks must be in place first
 
-from adaserve.patches import http_parts  # noqa: E402
+from adaserve.patches.start import http_parts  # noqa: E402
 
 http_parts.complete(app)
 

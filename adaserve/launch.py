@@ -24,7 +24,7 @@ SETTINGS = "sglang.srt.arg_groups."
 
 def stop(number: int) -> NoReturn:
     """Ends this process and what it started, as that signal does: with one line and exit code 130 or 143."""
-    from adaserve.processes import end_children
+    from adaserve.host.processes import end_children
 
     end_children(os.getpid())
     print(f"adaserve: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
@@ -55,9 +55,9 @@ def is_of_settings(error: Exception) -> bool:
 if __name__ == "__main__":
     stop_cleanly()
     from adaserve.errors import UserError
+    from adaserve.host.lifetime import die_with_parent
+    from adaserve.host.processes import end_children, remove_leftovers, require_room
     from adaserve.identity import require_sglang
-    from adaserve.lifetime import die_with_parent
-    from adaserve.processes import end_children, remove_leftovers, require_room
 
     die_with_parent()  # our plugin does it, too, but SGLang is imported first
     remove_leftovers()

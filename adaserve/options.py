@@ -161,7 +161,7 @@ def with_config(words: Sequence[str]) -> list[str]:
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     from adaserve.config import AdaServeConfig
-    from adaserve.patches.flags import add_flags
+    from adaserve.patches.start.flags import add_flags
 
     # Where our plugin is loaded, SGLang has added our flags already.
     parser = argparse.ArgumentParser(conflict_handler="resolve")

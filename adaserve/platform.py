@@ -1,6 +1,6 @@
 """SGLang platform for hosts without an accelerator.
 
-``adaserve.host.select`` decides where it applies; it stands apart because SGLang asks it while it
+``adaserve.host.device.select`` decides where it applies; it stands apart because SGLang asks it while it
 imports what this module needs.
 """
 
@@ -14,8 +14,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, SRTPlatform
 
-from adaserve.cores import short_spins
-from adaserve.host import ATTENTION_BACKEND
+from adaserve.host.cores import short_spins
+from adaserve.host.device import ATTENTION_BACKEND
 
 OVERLAP_ENV = "ADASERVE_CPU_OVERLAP"
 """Set to 1 to run SGLang's overlap schedule on a CPU host: slower, but it exercises the GPU's code path."""
@@ -57,8 +57,8 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Puts our forward under the model, speculative or not, so that all policies gain alike."""
+        from adaserve.checkpoints.draft_kind import HEADS
         from adaserve.config import AdaServeConfig
-        from adaserve.draft_kind import HEADS
         from adaserve.engine.cpu.install import install, limit_threads
 
         limit_threads()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from adaserve.host.lifetime import die_with_parent, heed_where_signal
 from adaserve.identity import registration, require_sglang
-from adaserve.lifetime import die_with_parent, heed_where_signal
 
 
 def register() -> None:

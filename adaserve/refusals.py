@@ -11,10 +11,10 @@ from typing import Any
 
 from uvicorn.config import LOG_LEVELS
 
+from adaserve.checkpoints.draft_kind import other_size, read_config
+from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig, ConfigError
-from adaserve.draft_kind import other_size, read_config
-from adaserve.fingerprint import local_folder
-from adaserve.host import ATTENTION_BACKEND, on_device
+from adaserve.host.device import ATTENTION_BACKEND, on_device
 
 CORES_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
 """SGLang's: the cores of each rank on a CPU, such as 0-3|4-7; "all" counts as unset."""

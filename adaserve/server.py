@@ -17,17 +17,15 @@ from typing import Any, Protocol
 import httpx
 import psutil
 
+from adaserve.checkpoints.draft_kind import medusa_folder, medusa_heads
+from adaserve.checkpoints.hub import why_no_model, why_not_on_hub
 from adaserve.config import ENV, AdaServeConfig
-from adaserve.cores import short_spins, usable_cores
-from adaserve.draft_kind import medusa_folder, medusa_heads
 from adaserve.errors import UserError
-from adaserve.host import FORK_ENV, select
-from adaserve.hub import why_no_model, why_not_on_hub
-from adaserve.lifetime import PARENT_ENV, WHERE_SIGNAL
-from adaserve.pair.shape import parse_size
-from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
-from adaserve.ports import why_not_free
-from adaserve.processes import (
+from adaserve.host.cores import short_spins, usable_cores
+from adaserve.host.device import FORK_ENV, select
+from adaserve.host.lifetime import PARENT_ENV, WHERE_SIGNAL
+from adaserve.host.ports import why_not_free
+from adaserve.host.processes import (
     family,
     left_behind,
     metrics_folders,
@@ -36,6 +34,8 @@ from adaserve.processes import (
     shared_memory,
     told_counters,
 )
+from adaserve.pair.shape import parse_size
+from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.redaction import without_secrets
 
 START_TIMEOUT_S = 600.0

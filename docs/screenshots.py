@@ -43,7 +43,7 @@ def shoot_report(folder: Path) -> None:
 
 def shoot_server(folder: Path) -> None:
     """The live page and Locust's tab, after the peak of one run."""
-    from adaserve.ports import free_port
+    from adaserve.host.ports import free_port
     from adaserve.server import ServerProcess, ServerSpec
 
     config, port = folder / "mix.yaml", free_port()

@@ -24,7 +24,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from adaserve.lifetime import PARENT_ENV
+from adaserve.host.lifetime import PARENT_ENV
+from adaserve.host.ports import free_port
 from adaserve.loadgen.config import BenchConfig, secret_headers
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
@@ -39,11 +40,10 @@ from adaserve.loadgen.results import (
     write_summary,
 )
 from adaserve.loadgen.schedule import Schedule, build_schedule, plan_figures
-from adaserve.ports import free_port
 from adaserve.slo.metrics import INTERRUPTED, percent
 
 _FILE = Path(__file__).with_name("locustfile.py")
-_LOCUST = (sys.executable, "-m", "adaserve.lifetime", "locust", "-f", str(_FILE))
+_LOCUST = (sys.executable, "-m", "adaserve.host.lifetime", "locust", "-f", str(_FILE))
 _STOP_S = 60.0  # more than Locust's processes give each other
 _START_S = 60.0
 

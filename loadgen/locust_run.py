@@ -21,7 +21,7 @@ from locust.env import Environment
 from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
 
 from adaserve.commands import DOES_NOT_COUNT
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.dispatch import Dispatcher, read_too_late
 from adaserve.loadgen.errors import LoadgenError

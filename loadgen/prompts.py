@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from adaserve.files import json_lines, not_utf8
+from adaserve.host.files import json_lines, not_utf8
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
 
 CHARS_PER_TOKEN = 3.5

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaserve.files import write_whole
+from adaserve.host.files import write_whole
 from adaserve.slo.metrics import RequestRecord
 
 _BINS_PER_DECADE = 100  # 2.3% per bin

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from adaserve.errors import why_not_new
-from adaserve.files import write_json
-from adaserve.host import describe_host
+from adaserve.host.description import describe_host
+from adaserve.host.files import write_json
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.redaction import without_secrets
 from adaserve.slo.metrics import PREDICTED, RequestRecord, read_records, summarize

@@ -12,7 +12,6 @@ import pkgutil
 from collections.abc import Callable, Collection
 from functools import wraps
 from importlib import import_module
-from itertools import chain
 from typing import Any
 
 from sglang.srt import runtime_context
@@ -68,9 +67,8 @@ def wrap_routes(app: Any, paths: Collection[str], wrap: Callable[[Any], Any]) ->
 def is_active() -> bool:
     """Whether the server of this process runs ADASERVE.
 
-    Any other is as SGLang made it. But it starts on hosts where SGLang alone would not (what acts
-    "while a server starts"), tells nobody its keys (``keys``), and keeps few of the processors that it has
-    read (``logit_processors``).
+    Any other is as SGLang made it. But it starts on hosts where SGLang alone would not (``start``), tells
+    nobody its keys (``keys``), and keeps few of the processors that it has read (``logit_processors``).
     """
     return runtime_context.get_spec().speculative_algorithm == NAME
 
@@ -84,7 +82,7 @@ def tokenizer_manager() -> Any:
 
 
 MODULES = {
-    "while a server starts": (
+    "start": (
         "propagation",  # of all of them
         "flags",
         "kv_reserve",
@@ -98,7 +96,7 @@ MODULES = {
         "early_stop",
         "http_parts",
     ),
-    "in the HTTP process": (
+    "http": (
         "slo_requests",
         "slo_responses",
         "boundary",  # after the SLO hooks: what wraps last is asked first
@@ -121,7 +119,7 @@ MODULES = {
         "unread_streams",
         "gone_clients",
     ),
-    "in the scheduler": (
+    "scheduler": (
         "refused_starts",
         "prefill_slack",
         "scheduler_guard",
@@ -144,15 +142,16 @@ MODULES = {
         "shedding",
     ),
 }
-"""Those that hook something, by where most of it acts, in the order in which they do."""
+"""Those that hook something, by where most of it acts (their folder), in the order in which they do."""
 
 
 def apply_all() -> None:
     """Registers all hooks; SGLang applies them right after its plugins were loaded. Raises PatchError."""
     require_sglang()
     logging.getLogger(HookRegistry.__module__).addFilter(not_ours_alone)
-    for name in chain.from_iterable(MODULES.values()):
-        import_module(f"adaserve.patches.{name}").register()
+    for folder, names in MODULES.items():
+        for name in names:
+            import_module(f"adaserve.patches.{folder}.{name}").register()
 
 
 def not_ours_alone(record: logging.LogRecord) -> bool:

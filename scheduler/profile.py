@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.checked import shown
-from adaserve.files import write_whole
+from adaserve.host.files import write_whole
 from adaserve.scheduler.interface import FloatArray
 from adaserve.scheduler.latency import SCHEMA_VERSION, ProfileError, overhead_of
 

@@ -14,7 +14,7 @@ from adaserve.bench.options import counts, floats, known, listed, results_file, 
 from adaserve.bench.soak.cli import bench_soak
 from adaserve.bench.sweep.cli import bench_sweep
 from adaserve.commands import given, new_folder
-from adaserve.cores import usable_cores
+from adaserve.host.cores import usable_cores
 from adaserve.loadgen import cli as loadgen
 from adaserve.options import Budget, Draft, Model, Size, Weights, server_spec
 

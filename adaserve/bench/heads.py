@@ -35,7 +35,7 @@ from adaserve.bench.walks import (
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.pair.evaluate import prompt_batch, write
 from adaserve.pair.folders import weights_folder

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adaserve.files import json_lines, write_whole
+from adaserve.host.files import json_lines, write_whole
 from adaserve.slo.metrics import RequestRecord
 
 

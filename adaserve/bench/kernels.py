@@ -20,14 +20,14 @@ from rich.console import Console
 
 from adaserve.bench.display import progress
 from adaserve.bench.markdown import table
-from adaserve.cores import usable_memory
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.errors import UserError
-from adaserve.files import write_json
+from adaserve.host.cores import usable_memory
+from adaserve.host.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.pair.model import rope
 from adaserve.pair.shape import NORM_EPS, TARGET, Shape

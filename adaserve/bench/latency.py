@@ -26,7 +26,7 @@ from adaserve.bench.display import progress, table
 from adaserve.bench.prompts import held_out, that_loop_least
 from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.pair.prompts import distinct_share
 from adaserve.server import ServerProcess, ServerSpec

@@ -13,8 +13,8 @@ from rich.console import Console
 from adaserve.bench.display import progress
 from adaserve.bench.fit import show_fit
 from adaserve.bench.servers import running
-from adaserve.engine.kept_costs import PROFILE_ENV
-from adaserve.engine.measure import profile_steps
+from adaserve.engine.costs.kept_costs import PROFILE_ENV
+from adaserve.engine.costs.measure import profile_steps
 from adaserve.server import ServerError, ServerSpec
 from adaserve.terminal import say
 

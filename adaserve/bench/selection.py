@@ -25,7 +25,7 @@ import numpy as np
 import typer
 
 from adaserve.bench import markdown
-from adaserve.host import describe_host
+from adaserve.host.description import describe_host
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.latency import LatencyModel, TableCost

@@ -11,7 +11,7 @@ import httpx
 from rich.console import Console
 
 from adaserve.errors import why_no_answer
-from adaserve.ports import free_port
+from adaserve.host.ports import free_port
 from adaserve.server import (
     START_TIMEOUT_S,
     ServerError,

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.client import Ask, send
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, TraceSpec
 from adaserve.loadgen.preflight import preflight

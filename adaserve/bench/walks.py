@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.checkpoints.medusa import MedusaHeads
 from adaserve.engine.cpu.forwards import CpuForward, LeanForward
 from adaserve.engine.cpu.heads import HeadForward
 from adaserve.engine.cpu.lean import LeanModel, draft_storage
@@ -23,7 +24,6 @@ from adaserve.engine.device import Search
 from adaserve.engine.hidden_states import HiddenStates, project
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape, tree_shape
-from adaserve.medusa import MedusaHeads
 from adaserve.pair.candidates import ModelDrafter
 from adaserve.pair.eagle import EagleHead
 from adaserve.pair.evaluate import load_drafter

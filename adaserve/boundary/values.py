@@ -9,7 +9,7 @@ from typing import Any
 
 from adaserve.boundary.errors import RequestError, shown
 from adaserve.boundary.limits import INT32_MAX, MAX_ID_CHARACTERS, Limits
-from adaserve.files import not_utf8
+from adaserve.host.files import not_utf8
 
 Check = Callable[[str, Any, Limits], None]
 

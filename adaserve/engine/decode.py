@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from adaserve.engine import logprobs, sampling
+from adaserve.engine import sampling
 from adaserve.engine.decisions import Decisions
 from adaserve.engine.device import Device, Mark, Run
 from adaserve.engine.dry_run import dry_run
@@ -20,18 +20,19 @@ from adaserve.engine.early import EarlyDraft, TakenDraft
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
 from adaserve.engine.kv_caches import KVCaches
-from adaserve.engine.learner import Learner
+from adaserve.engine.learning.learner import Learner
+from adaserve.engine.learning.tap import Tap
+from adaserve.engine.logits import logprobs
 from adaserve.engine.penalties import Penalties
 from adaserve.engine.requests import Requests, rows_of_pool
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sources.source import Drafting, TreeSource
 from adaserve.engine.state import Asked, DecodeRows, RequestState
-from adaserve.engine.tap import Tap
 from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import UnreadNodes
 from adaserve.engine.trees.proposal import Proposal, Unread, merge
-from adaserve.patches import result_copies
+from adaserve.patches.scheduler import result_copies
 from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan, Selection
 from adaserve.scheduler.selection import everything
 from adaserve.slo.lengths import OutputLengths

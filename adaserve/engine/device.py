@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from adaserve.engine.filters import Filter
 from adaserve.engine.grammar import Forbid
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.filters import Filter
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape

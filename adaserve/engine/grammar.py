@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.engine.logits.portions import portions
 from adaserve.engine.matchers import GrowingTree, is_live, walk, with_say
-from adaserve.engine.portions import portions
 from adaserve.engine.transfer import put
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.patches.grammar_time import limited_time
+from adaserve.patches.scheduler.grammar_time import limited_time
 
 Forbid = Callable[[Tensor, np.ndarray, np.ndarray, int], None]
 """(logits [a * beams, vocab], tokens [a, k], parents [a, k], beams): sets to -inf what grammars forbid after

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.draft_kind import MTP
+from adaserve.checkpoints.draft_kind import MTP
 from adaserve.errors import UnsupportedError
-from adaserve.patches.kv_sizing import states_dtype
+from adaserve.patches.start.kv_sizing import states_dtype
 
 
 class HiddenStates:

@@ -16,10 +16,10 @@ import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
-from adaserve.engine.portions import portions
+from adaserve.engine.logits.portions import portions
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.verify import VerifyBatch
-from adaserve.patches.dead_ends import TOO_EARLY
+from adaserve.patches.scheduler.dead_ends import TOO_EARLY
 
 Put = Callable[[Mapping[str, np.ndarray]], Mapping[str, Tensor]]
 """Host arrays on the device, in one upload."""

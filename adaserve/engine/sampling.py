@@ -21,12 +21,12 @@ from torch import Tensor
 
 from adaserve.engine.device import Device
 from adaserve.engine.grammar import Allowed
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.portions import portions
 from adaserve.engine.penalties import Penalties, has_penalty
-from adaserve.engine.portions import portions
 from adaserve.engine.state import RequestState, temperature_of
 from adaserve.engine.trees.verify import Tensors, VerifyBatch
-from adaserve.patches.logit_processors import apply_processors
+from adaserve.patches.scheduler.logit_processors import apply_processors
 
 
 @dataclass(frozen=True, slots=True)

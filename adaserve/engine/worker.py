@@ -16,33 +16,33 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule, get_serving
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig, slo_classes
-from adaserve.engine import kept_costs, measure
+from adaserve.engine.admission.forecast import Forecaster
+from adaserve.engine.admission.prefill import PrefillPacer
+from adaserve.engine.admission.shedding import Shedder
 from adaserve.engine.agree import Agreement
+from adaserve.engine.costs import kept_costs, measure
+from adaserve.engine.costs.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.decisions import Decisions
 from adaserve.engine.decode import DecodeLoop, Publish
 from adaserve.engine.device import Device
-from adaserve.engine.forecast import Forecaster
-from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.iteration import counts_by_source, sample_of
 from adaserve.engine.kv_caches import KVCaches
-from adaserve.engine.learner import Learner
+from adaserve.engine.learning.learner import Learner
+from adaserve.engine.learning.tap import Tap
 from adaserve.engine.penalties import restore_penalties
 from adaserve.engine.plain_attention import require_own_positions, require_served, require_windows
 from adaserve.engine.policies import ServedPolicies
-from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.requests import Requests, rows_of_pool
 from adaserve.engine.roots import RootTokens
-from adaserve.engine.shedding import Shedder
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.choice import sources_of
 from adaserve.engine.sources.draft_model import DraftModels
 from adaserve.engine.sources.source import TreeSource
-from adaserve.engine.tap import Tap
-from adaserve.fingerprint import local_folder
-from adaserve.host import on_device
+from adaserve.host.device import on_device
 from adaserve.identity import ensure_registered
-from adaserve.patches.kv_sizing import draft_paths
+from adaserve.patches.start.kv_sizing import draft_paths
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import IterationOutcome
 from adaserve.scheduler.latency import LatencyModel
@@ -242,7 +242,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.loop.finished(rid)
 
     def ended_early(self, rid: str, holds_row: bool) -> None:
-        """A request that SGLang does not report (``patches/request_ends.py``)."""
+        """A request that SGLang does not report (``patches/scheduler/request_ends.py``)."""
         if rid in self._requests:
             self.loop.finished(rid, holds_row)
 

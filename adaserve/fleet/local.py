@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from adaserve.cores import usable_cores
+from adaserve.host.cores import usable_cores
 from adaserve.server import ServerError, ServerProcess, api_key, bearer, require_free, url_of
 from adaserve.slo.resolve import START_PARAMS, START_TEXT
 
@@ -146,7 +146,7 @@ class RouterSpec:
         flags |= {"--prometheus-host": self.host, "--prometheus-port": str(self.metrics_port)}
         given = self._given
         words = [w for flag, value in flags.items() if flag not in given for w in (flag, value)]
-        start = [sys.executable, "-m", "adaserve.lifetime", f"{ROUTERS[self.name]}.launch_router"]
+        start = [sys.executable, "-m", "adaserve.host.lifetime", f"{ROUTERS[self.name]}.launch_router"]
         return [*start, *words, *self.extra, "--worker-urls", *self.workers]
 
     def environment(self) -> dict[str, str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from adaserve.host.lifetime import die_with_parent
 from adaserve.learning.draft import DraftCopy, checked, to_bytes
 from adaserve.learning.head import HeadCopy
 from adaserve.learning.home import home_records
@@ -33,7 +34,6 @@ from adaserve.learning.records import Newest, Record
 from adaserve.learning.shared import Ring, memory, shares
 from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
 from adaserve.learning.versions import Version, Versions, fingerprint_of
-from adaserve.lifetime import die_with_parent
 from adaserve.sharpening import load_sharpening
 
 logger = logging.getLogger(__name__)

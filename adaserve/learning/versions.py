@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from adaserve.checkpoints.fingerprint import fingerprint, local_folder
 from adaserve.errors import UserError
-from adaserve.fingerprint import fingerprint, local_folder
 from adaserve.pair.folders import PLAIN_NAME, copy_companions
 from adaserve.sharpening import Correction, load_sharpening
 

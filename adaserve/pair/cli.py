@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from adaserve.cache import cache_folder
+from adaserve.checkpoints.draft_kind import read_config
 from adaserve.commands import empty_folder, given, new_file, new_folder
-from adaserve.cores import usable_cores
-from adaserve.draft_kind import read_config
+from adaserve.host.cache import cache_folder
+from adaserve.host.cores import usable_cores
 from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, has_weights, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
 from adaserve.pair.vocabulary import VOCAB_SIZE

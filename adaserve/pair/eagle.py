@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
-from adaserve.draft_kind import EAGLE3
+from adaserve.checkpoints.draft_kind import EAGLE3
 from adaserve.pair.model import Block, RMSNorm, TinyLlama, most_used_columns, rope, rotate, save_checkpoint
 from adaserve.pair.packed import read_weights
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, Shape, hf_config

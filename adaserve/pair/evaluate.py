@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as fn
 
-from adaserve.draft_kind import draft_kind, medusa_folder
-from adaserve.medusa import load_medusa
+from adaserve.checkpoints.draft_kind import draft_kind, medusa_folder
+from adaserve.checkpoints.medusa import load_medusa
 from adaserve.noise import request_key
 from adaserve.pair.calibration import misjudged
 from adaserve.pair.candidates import Drafter, ModelDrafter, Trees, draft_trees

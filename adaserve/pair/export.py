@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from adaserve.fingerprint import fingerprint
+from adaserve.checkpoints.fingerprint import fingerprint
 from adaserve.pair import distill, runs, train
 from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare

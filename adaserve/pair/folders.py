@@ -8,9 +8,9 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
-from adaserve import cache
-from adaserve.draft_kind import medusa_folder
+from adaserve.checkpoints.draft_kind import medusa_folder
 from adaserve.errors import UserError
+from adaserve.host import cache
 
 WEIGHTS_VARIABLE = "ADASERVE_PAIR_WEIGHTS"
 HEAD = "eagle3"

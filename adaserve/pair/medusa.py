@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
-from adaserve.medusa import MedusaHeads, load_medusa, save_medusa
+from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, save_medusa
 from adaserve.pair.distill import lessons
 from adaserve.pair.model import TinyLlama
 from adaserve.pair.observed import Observed, observe

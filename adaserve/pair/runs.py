@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.pair.folders import PairError
 
 NAME = "run.json"

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adaserve.draft_kind import medusa_folder
+from adaserve.checkpoints.draft_kind import medusa_folder
 from adaserve.pair.eagle import HeadShape, head_config, head_shape_of
 from adaserve.pair.folders import (
     HEAD,

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from adaserve.files import json_lines, not_utf8
+from adaserve.host.files import json_lines, not_utf8
 from adaserve.slo.classes import CUSTOM_CLASS
 from adaserve.slo.trace import EPOCH_S, Trace, TraceError, TraceRow
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from adaserve.config import AdaServeConfig
-from adaserve.ports import free_port
+from adaserve.host.ports import free_port
 from adaserve.server import ServerProcess, ServerSpec
 
 MODEL = "adaserve-embedded"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from adaserve.processes import family
+from adaserve.host.processes import family
 from adaserve.server import ServerSpec
 
 PROGRAM = """

@@ -20,11 +20,11 @@ import pytest
 from adaserve.bench.fleet.run import rank
 from adaserve.fleet import local
 from adaserve.fleet.local import ROUTERS, Fleet, RouterSpec
+from adaserve.host.ports import free_port
 from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.protocol import slo_headers
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.loadgen.server_metrics import parse_metrics
-from adaserve.ports import free_port
 from adaserve.server import ServerProcess
 from tests.clients.conftest import MODEL
 

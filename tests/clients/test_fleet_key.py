@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from adaserve.fleet.local import Fleet
-from adaserve.ports import free_port
+from adaserve.host.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     find_spec("sglang_router") is None, reason="needs sglang-router: pip install 'adaserve[fleet]'"

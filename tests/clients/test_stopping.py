@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from adaserve.ports import free_port
+from adaserve.host.ports import free_port
 from adaserve.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.slow  # servers of their own

@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 
+from adaserve.host.ports import free_port
 from adaserve.loadgen.server_metrics import REQUESTS, parse_metrics
-from adaserve.ports import free_port
 from adaserve.server import ServerProcess, ServerSpec
 from tests.clients.conftest import MODEL
 

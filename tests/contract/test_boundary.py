@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from adaserve.boundary import request, sampling
-from adaserve.patches.routes import REFUSED
+from adaserve.patches.http.routes import REFUSED
 
 PROMPT = {"text", "input_ids", "token_ids_logprob"}
 INTERNAL = {

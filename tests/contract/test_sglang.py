@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import entry_points, requires, version
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +17,9 @@ import pytest
 
 from adaserve import identity, patches
 from adaserve.algorithm import AdaServeAlgorithm
-from adaserve.host import select
+from adaserve.host.device import select
 from adaserve.identity import NAME, SGLANG_VERSION
-from adaserve.patches.routes import REFUSED, ROUTES_ONLY
+from adaserve.patches.http.routes import REFUSED, ROUTES_ONLY
 
 MANAGERS = "sglang.srt.managers"
 OPENAI = "sglang.srt.entrypoints.openai"
@@ -413,9 +412,10 @@ def test_version() -> None:
 
 
 def test_every_module_that_hooks_is_applied() -> None:
-    found = [import_module(f"adaserve.patches.{m.name}") for m in pkgutil.iter_modules(patches.__path__)]
-    hooking = {m.__name__.rpartition(".")[2] for m in found if hasattr(m, "register")}
-    assert sorted(hooking) == sorted(chain.from_iterable(patches.MODULES.values()))
+    walked = pkgutil.walk_packages(patches.__path__, f"{patches.__name__}.")
+    hooking = {m.name for m in walked if hasattr(import_module(m.name), "register")}
+    applied = [f"{patches.__name__}.{at}.{name}" for at, names in patches.MODULES.items() for name in names]
+    assert sorted(hooking) == sorted(applied)
 
 
 def test_every_hook_has_its_contract(hooks: list[tuple[str, Any, Any]]) -> None:
@@ -466,7 +466,7 @@ def test_a_warning_of_our_own_hooks_is_left_out(
 
 
 def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:
-    """patches/prefill_slack.py changes it for one call; it reads the other attributes by name."""
+    """patches/scheduler/prefill_slack.py changes it for one call; it reads the other attributes by name."""
     from sglang.srt.managers.scheduler import Scheduler
 
     source = inspect.getsource(Scheduler._get_new_batch_prefill_raw)
@@ -480,10 +480,10 @@ def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:
 
 
 def test_what_a_worker_says_about_itself_keeps_its_order() -> None:
-    """patches/kv_reserve.py changes two of the values."""
+    """patches/start/kv_reserve.py changes two of the values."""
     from sglang.srt.managers.tp_worker import TpModelWorker
 
-    from adaserve.patches.kv_reserve import LONGEST_PROMPT, LONGEST_REQUEST
+    from adaserve.patches.start.kv_reserve import LONGEST_PROMPT, LONGEST_REQUEST
 
     said = inspect.getsource(TpModelWorker.get_worker_info).split("return (")[1].split(",")
     assert said[LONGEST_REQUEST].strip() == "max_req_len"
@@ -491,7 +491,7 @@ def test_what_a_worker_says_about_itself_keeps_its_order() -> None:
 
 
 def test_a_result_is_copied_under_a_name() -> None:
-    """patches/cpu_kernels.py takes the name off, which is a decorator's."""
+    """patches/start/cpu_kernels.py takes the name off, which is a decorator's."""
     from sglang.srt.managers.utils import GenerationBatchResult
 
     plain = inspect.unwrap(GenerationBatchResult.copy_to_cpu)
@@ -500,7 +500,7 @@ def test_a_result_is_copied_under_a_name() -> None:
 
 
 def test_a_server_with_several_workers_hears_of_a_death_by_a_signal() -> None:
-    """patches/worker_supervisor.py gives uvicorn's supervisor what to do then."""
+    """patches/start/worker_supervisor.py gives uvicorn's supervisor what to do then."""
     from sglang.srt.managers.scheduler import run_scheduler_process
     from uvicorn.supervisors.multiprocess import Multiprocess
 
@@ -511,7 +511,7 @@ def test_a_server_with_several_workers_hears_of_a_death_by_a_signal() -> None:
 
 
 def test_what_sglang_asks_its_own_server_when_it_starts() -> None:
-    """patches/slo_requests.py knows by that what nobody has asked for."""
+    """patches/http/slo_requests.py knows by that what nobody has asked for."""
     from sglang.srt.entrypoints.http_server import _execute_server_warmup
 
     from adaserve.slo.resolve import START_PARAMS, START_TEXT
@@ -523,11 +523,11 @@ def test_what_sglang_asks_its_own_server_when_it_starts() -> None:
 
 
 def test_what_sglang_says_of_a_late_grammar() -> None:
-    """patches/grammar_memory.py knows it by that, and counts the grammars that SGLang keeps by place."""
+    """``grammar_memory`` knows it by that, and counts the grammars that SGLang keeps by place."""
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.grammar_manager import GrammarManager
 
-    from adaserve.patches.grammar_memory import LATE
+    from adaserve.patches.scheduler.grammar_memory import LATE
 
     source = inspect.getsource(inspect.unwrap(GrammarManager.get_ready_grammar_requests))
     assert f'InvalidGrammarObject("{LATE}")' in source
@@ -535,7 +535,7 @@ def test_what_sglang_says_of_a_late_grammar() -> None:
 
 
 def test_looks_for_grammars_are_counted_and_last_as_they_did() -> None:
-    """patches/grammar_polls.py makes them shorter and counts fewer."""
+    """patches/scheduler/grammar_polls.py makes them shorter and counts fewer."""
     from sglang.srt.constrained.grammar_manager import GrammarManager
 
     source = inspect.getsource(inspect.unwrap(GrammarManager.get_ready_grammar_requests))
@@ -545,7 +545,7 @@ def test_looks_for_grammars_are_counted_and_last_as_they_did() -> None:
 
 
 def test_of_several_outputs_the_last_one_is_sent() -> None:
-    """patches/unread_streams.py drops the others."""
+    """patches/http/unread_streams.py drops the others."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     source = inspect.getsource(TokenizerManager._stream_one_response)
@@ -554,7 +554,7 @@ def test_of_several_outputs_the_last_one_is_sent() -> None:
 
 
 def test_what_load_snapshots_are_made_and_read_with() -> None:
-    """patches/load_reports.py puts a section of ours between."""
+    """patches/scheduler/load_reports.py puts a section of ours between."""
     from sglang.srt.managers import load_snapshot
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -563,7 +563,7 @@ def test_what_load_snapshots_are_made_and_read_with() -> None:
 
 
 def test_the_reason_of_an_abort_reaches_the_http_process() -> None:
-    """patches/shedding.py puts fields of ours into it."""
+    """patches/scheduler/shedding.py puts fields of ours into it."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -694,7 +694,7 @@ def test_the_time_of_arrival_travels_to_the_scheduler(
     from sglang.srt import runtime_context
     from sglang.srt.observability import req_time_stats as times
 
-    from adaserve.patches.slo_responses import _arrival, as_it_is
+    from adaserve.patches.http.slo_responses import _arrival, as_it_is
 
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(nnodes=nodes))
     convert = functools.partial(as_it_is, times.convert_time_cross_thread)
@@ -720,7 +720,7 @@ def test_the_device_that_is_found_is_a_name() -> None:
 
 
 def test_results_are_copied_behind_what_a_stream_has_recorded() -> None:
-    """patches/result_copies.py has another event stand there, and for nothing else."""
+    """patches/scheduler/result_copies.py has another event stand there, and for nothing else."""
     import torch
     from sglang.srt.managers.scheduler import Scheduler
 

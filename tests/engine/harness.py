@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import psutil
 
-from adaserve.lifetime import PARENT_ENV
-from adaserve.ports import free_port
+from adaserve.host.lifetime import PARENT_ENV
+from adaserve.host.ports import free_port
 
 CONTEXT = 256
 START_TIMEOUT_S = 600.0
@@ -64,7 +64,7 @@ class Fresh:
     """Starts servers as processes of their own, for what a fork would inherit."""
 
     def fork(self, arguments: list[str], environment: dict[str, str], log: Path) -> int:
-        module = ["-m", "adaserve.lifetime", "sglang.launch_server"]
+        module = ["-m", "adaserve.host.lifetime", "sglang.launch_server"]
         command = [sys.executable, "-P", "-W", "ignore", *module, *arguments]
         environment = {**environment, PARENT_ENV: str(os.getpid())}
         with log.open("wb") as out:

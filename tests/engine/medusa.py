@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as fn
 
+from adaserve.checkpoints.medusa import MedusaHeads
 from adaserve.engine.cpu.gumbel import read
-from adaserve.engine.logit_reading import Reading
-from adaserve.medusa import MedusaHeads
+from adaserve.engine.logits.logit_reading import Reading
 from tests.engine.pairs import VOCAB
 
 HEADS = 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from adaserve.host import DEVICE_PATH_ENV
+from adaserve.host.device import DEVICE_PATH_ENV
 from tests.engine.conftest import POLICIES, TIGHT, TREES, Served, adaserve_server, alone_server, audited
 from tests.engine.harness import Job, Server, Zygote, run_jobs, whole_texts, workload
 from tests.engine.test_features import PROMPTS, assert_equal_answers, greedy

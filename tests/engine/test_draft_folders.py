@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig
 from adaserve.engine import worker
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_model import DraftModel
-from adaserve.fingerprint import local_folder
 
 
 @pytest.fixture

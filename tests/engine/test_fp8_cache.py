@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adaserve.host import DEVICE_PATH_ENV
+from adaserve.host.device import DEVICE_PATH_ENV
 from tests.engine.conftest import POLICIES, TIGHT, TREES, Served, adaserve_server
 from tests.engine.harness import Server, Zygote, run_jobs, whole_texts, workload
 

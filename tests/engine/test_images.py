@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaserve.host import DEVICE_PATH_ENV
+from adaserve.host.device import DEVICE_PATH_ENV
 from tests.engine.conftest import ALONE, RESTLESS, TIGHT, TREES, Served, adaserve_server, audited
 from tests.engine.harness import Zygote, run_jobs
 from tests.engine.images import IMAGE, MARKS, image_jobs, reading, save_reader

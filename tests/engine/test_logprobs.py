@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 
-from adaserve.engine import logprobs, portions
+from adaserve.engine.logits import logprobs, portions
 
 ASKED: list[tuple[list[int] | None, list[list[int] | None] | None]] = [
     (None, None),

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine import portions, sampling
+from adaserve.engine import sampling
 from adaserve.engine.cpu.device import CpuDevice
+from adaserve.engine.logits import portions
 from adaserve.engine.penalties import Penalties
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.noise import request_key
-from adaserve.patches.dead_ends import TOO_EARLY
+from adaserve.patches.scheduler.dead_ends import TOO_EARLY
 from tests.engine.chi_square import chi_square_p
 from tests.engine.trees.factories import (
     VOCABULARY,

@@ -17,11 +17,11 @@ from sglang.srt.server_args import ServerArgs
 
 from adaserve.algorithm import settle_width, size_reserve, tell_what_is_not_used
 from adaserve.config import ENV, AdaServeConfig, ConfigError
-from adaserve.engine import measure
+from adaserve.engine.costs import measure
 from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
 from adaserve.engine.sources import draft_model
 from adaserve.engine.sources.draft_model import require_same_size, require_same_tokens, require_servable
-from adaserve.host import DEVICE_PATH_ENV
+from adaserve.host.device import DEVICE_PATH_ENV
 from adaserve.refusals import CORES_ENV, refuse_unsupported
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Zygote

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaserve.host import DEVICE_PATH_ENV
+from adaserve.host.device import DEVICE_PATH_ENV
 from tests.engine.conftest import RESTLESS, TIGHT, TREES, Served, adaserve_server, audited
 from tests.engine.harness import Zygote, run_jobs, workload
 from tests.engine.pairs import agreeing_copy, random_model, save_tokenizer

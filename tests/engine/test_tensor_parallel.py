@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from adaserve.host import DEVICE_PATH_ENV
+from adaserve.host.device import DEVICE_PATH_ENV
 from adaserve.loadgen.server_metrics import parse_metrics
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Server, Zygote, run_jobs, whole_texts, workload

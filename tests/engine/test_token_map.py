@@ -12,7 +12,7 @@ import torch
 
 from adaserve.engine.sources.token_map import keep_tokens, token_map
 from adaserve.errors import UnsupportedError
-from adaserve.host import DEVICE_PATH_ENV
+from adaserve.host.device import DEVICE_PATH_ENV
 from tests.engine.conftest import EXACT_DRAFT, Served, adaserve_server
 from tests.engine.harness import Server, Zygote, run_jobs, workload
 from tests.engine.pairs import VOCAB

@@ -19,7 +19,7 @@ import signal
 import sys
 from typing import Any
 
-from adaserve.lifetime import PARENT_ENV, die_with_parent
+from adaserve.host.lifetime import PARENT_ENV, die_with_parent
 
 MODULES = (
     "sglang.launch_server",

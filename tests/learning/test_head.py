@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adaserve.engine.learner import require_learnable
+from adaserve.engine.learning.learner import require_learnable
 from adaserve.errors import UnsupportedError
 from adaserve.learning import draft_reading
 from adaserve.learning.draft import checked, to_bytes

@@ -23,8 +23,8 @@ from fake_server import running_fake
 from typer.testing import CliRunner
 
 from adaserve.cli import app
+from adaserve.host.ports import free_port
 from adaserve.loadgen.results import iter_records
-from adaserve.ports import free_port
 from adaserve.slo.metrics import RequestRecord
 
 LOCUSTFILE = Path(__file__).parents[2] / "loadgen" / "locustfile.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaserve.medusa import load_medusa
+from adaserve.checkpoints.medusa import load_medusa
 from adaserve.pair.candidates import draft_trees
 from adaserve.pair.evaluate import load_drafter
 from adaserve.pair.folders import drafts_of

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from adaserve.checkpoints.draft_kind import draft_kind
 from adaserve.config import AdaServeConfig
-from adaserve.draft_kind import draft_kind
 from adaserve.pair.eagle import EagleHead, HeadShape, load_head, save_head
 from adaserve.pair.folders import HEAD, PairError, drafts_of
 from adaserve.pair.model import TinyLlama, load_hf, save_hf

@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType, _wrap_fn
 
 from adaserve import patches
-from adaserve.patches.stop_strings import _check, _ended
+from adaserve.patches.scheduler.stop_strings import _check, _ended
 
 Run = Callable[..., list[str]]
 

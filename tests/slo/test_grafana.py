@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from adaserve.ports import free_port
+from adaserve.host.ports import free_port
 
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
 DASHBOARD = GRAFANA / "dashboards" / "adaserve.json"

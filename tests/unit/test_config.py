@@ -132,7 +132,7 @@ def test_candidates() -> None:
 
 
 def parse(*words: str) -> argparse.Namespace:
-    from adaserve.patches import flags
+    from adaserve.patches.start import flags
 
     parser = argparse.ArgumentParser()
     flags.add_flags(None, parser)
@@ -140,7 +140,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 def test_flags_reach_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from adaserve.patches import flags
+    from adaserve.patches.start import flags
 
     classes = tmp_path / "slo.yaml"
     classes.write_text("classes: {chat: {tpot_ms: 50}}")
@@ -187,7 +187,7 @@ def test_the_flag_that_was_meant_is_named(wrong: str, meant: str, capsys: pytest
 
 
 def test_no_flag_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adaserve.patches import flags
+    from adaserve.patches.start import flags
 
     flags._export_flags(None, parse())
     import os

@@ -14,7 +14,7 @@ import pytest
 
 from adaserve import doctor
 from adaserve.config import AdaServeConfig
-from adaserve.engine import kept_costs
+from adaserve.engine.costs import kept_costs
 from adaserve.scheduler.profile import Profile
 
 

@@ -25,10 +25,10 @@ import pytest
 from typer.testing import CliRunner
 
 from adaserve.cli import app
-from adaserve.engine.host_costs import FIRST_LOOK
+from adaserve.engine.costs.host_costs import FIRST_LOOK
 from adaserve.fleet import cli, local
 from adaserve.fleet.local import GRACE_S, Fleet, ReplicaSpec, RouterSpec
-from adaserve.ports import free_port
+from adaserve.host.ports import free_port
 from adaserve.server import ServerError, ServerProcess
 from adaserve.slo.resolve import START_PARAMS, START_TEXT
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from adaserve.lifetime import PARENT_ENV
+from adaserve.host.lifetime import PARENT_ENV
 
 STARTING = """
 import multiprocessing, os, subprocess, sys, time

@@ -9,8 +9,8 @@ import pytest
 
 from adaserve import algorithm, identity, plugin
 from adaserve.algorithm import AdaServeAlgorithm
+from adaserve.host.lifetime import PARENT_ENV
 from adaserve.identity import NAME, registration
-from adaserve.lifetime import PARENT_ENV
 
 
 def test_a_failure_to_register_ends_the_start_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

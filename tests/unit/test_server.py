@@ -16,7 +16,7 @@ import pytest
 
 from adaserve.config import AdaServeConfig
 from adaserve.errors import UserError
-from adaserve.ports import free_port
+from adaserve.host.ports import free_port
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 LINE = (
@@ -257,7 +257,7 @@ class Hanging(ServerSpec):
 
     def command(self) -> list[str]:
         lines = [
-            "import adaserve.lifetime as l, threading",
+            "import adaserve.host.lifetime as l, threading",
             "def waits_for_the_gpu():",
             "    print('hangs', flush=True)",
             "    threading.Event().wait(600)",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adaserve.bench import markdown
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.loadgen.figures import color, legend, panels, save
 from adaserve.scheduler.speedup import SINKS, Speedup, rises
 

@@ -25,13 +25,13 @@ from adaserve.bench.client import Ask
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded
 from adaserve.config import AdaServeConfig
-from adaserve.files import write_json
 from adaserve.fleet.local import Fleet, ReplicaSpec, RouterSpec
+from adaserve.host.files import write_json
+from adaserve.host.ports import free_port
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.results import command_line, iter_records
-from adaserve.ports import free_port
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.forecasts import CLOSE
 from adaserve.server import ServerProcess, ServerSpec

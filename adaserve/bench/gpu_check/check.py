@@ -49,7 +49,7 @@ from adaserve.bench.gpu_check.verification import target_ms
 from adaserve.bench.prompts import held_out, that_loop_least
 from adaserve.config import AdaServeConfig
 from adaserve.errors import UserError
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.pair.prompts import distinct_share
 from adaserve.server import ServerError, ServerProcess

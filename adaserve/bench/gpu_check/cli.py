@@ -100,7 +100,7 @@ def gpu_check(
     from adaserve.bench.gpu_check.check import Check
     from adaserve.bench.gpu_check.servers import Pair
     from adaserve.bench.gpu_check.shapes import widened_pair
-    from adaserve.draft_kind import kind_at
+    from adaserve.checkpoints.draft_kind import kind_at
     from adaserve.server import ServerError, ServerSpec, on_cpu, require_models
 
     console = Console(stderr=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from adaserve.bench.gpu_check.toolkit import toolkit
-from adaserve.host import describe_host, version_of
+from adaserve.host.description import describe_host, version_of
 from adaserve.loadgen.bench import why_not_loaded
 
 TOOLS = ("nvcc", "ninja", "c++", "nvidia-smi")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from adaserve.bench.gpu_check.toolkit import toolkit
-from adaserve.cache import cache_folder
+from adaserve.host.cache import cache_folder
 
 SERVED_DIMS, COMPARED_DIMS = (64,), (64, 128)
 """Head sizes of the embedded pair, small and large; and of Llama 3.1 8B, whose attention is compared."""

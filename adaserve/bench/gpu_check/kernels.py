@@ -30,7 +30,6 @@ from adaserve.bench.gpu_check.search import Recorded, check_search
 from adaserve.bench.gpu_check.unread import check_unread
 from adaserve.bench.gpu_check.walk import check_walk
 from adaserve.config import GPU_WIDTH
-from adaserve.engine.filters import Filter, by_sort, differences, examples
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
 from adaserve.engine.gpu.filter_kernel import filter_fused
@@ -44,11 +43,12 @@ from adaserve.engine.gpu.move_kernel import PathMover
 from adaserve.engine.gpu.noise_kernel import best_fused, read_fused
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
 from adaserve.engine.levels import Levels
+from adaserve.engine.logits.filters import Filter, by_sort, differences, examples
 from adaserve.engine.trees.attention import Scores
 from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import SCRATCH_SLOT
-from adaserve.processes import end_children
+from adaserve.host.processes import end_children
 from adaserve.scheduler.config import NARROW
 
 ATTENTION = ("flashinfer", "triton")

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from adaserve.bench.servers import running
-from adaserve.draft_kind import DraftKind
-from adaserve.host import PROFILE_ROUTES_ENV
+from adaserve.checkpoints.draft_kind import DraftKind
+from adaserve.host.device import PROFILE_ROUTES_ENV
 from adaserve.server import ServerProcess, ServerSpec
 
 ADASERVE, PLAIN = "adaserve", "sglang"

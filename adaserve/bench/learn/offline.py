@@ -28,7 +28,7 @@ from torch.nn import functional as fn
 from adaserve.bench.display import progress, table
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, Texts
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.learning import draft_reading
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.home import home_records

@@ -20,7 +20,7 @@ from adaserve.bench.client import Ask, Reply, send_in_order
 from adaserve.bench.display import progress, table
 from adaserve.bench.learn.texts import Texts
 from adaserve.bench.servers import running
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.loadgen.figures import color, legend, panels, save
 from adaserve.loadgen.results import provenance
 from adaserve.server import ServerProcess, ServerSpec

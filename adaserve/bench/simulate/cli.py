@@ -207,7 +207,7 @@ def capacity(
     from adaserve.bench.simulate.fleet import SimulatedFleet
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_recorded
-    from adaserve.files import write_json
+    from adaserve.host.files import write_json
     from adaserve.scheduler.simulator.capacity import min_replicas
     from adaserve.slo.classes import SLOConfig
     from adaserve.slo.metrics import percent, summarize
@@ -271,7 +271,7 @@ def fleet(
     from adaserve.bench.simulate.fleet import SimulatedFleet
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_workload
-    from adaserve.files import write_json
+    from adaserve.host.files import write_json
 
     with _refusing():
         hardware = Hardware(model, gpu, tp, profile)

@@ -18,7 +18,7 @@ from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.traces import DRAWN, rate_rps, read_workload
 from adaserve.bench.study import COMMAND, Case, Setting, markdown, plot_violations, run_grid
 from adaserve.checked import Checked
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.loadgen.results import command_line
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.latency import LatencyModel

@@ -11,7 +11,7 @@ from typing import Any
 from adaserve.bench.markdown import table
 from adaserve.bench.soak.invariants import GROWTH_MIB, Growth, MemorySample, memory_growth
 from adaserve.bench.soak.tally import Tally
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 
 INVARIANTS = {
     "exact text": "greedy answers equal those of the unloaded server without speculation, byte for byte",

@@ -21,7 +21,7 @@ from adaserve.bench.sweep.simulated import Simulator, markdown, to_json
 from adaserve.bench.sweep.store import Store, changed, merged
 from adaserve.bench.sweep.systems import family, length_of, system, with_length
 from adaserve.config import AdaServeConfig
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.loadgen.results import new_results_dir
 from adaserve.server import ServerSpec, require_models
 from adaserve.terminal import say

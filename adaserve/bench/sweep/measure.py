@@ -19,7 +19,7 @@ from rich.console import Console
 
 from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.sweep.plan import Case
-from adaserve.host import git_sha
+from adaserve.host.description import git_sha
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, TraceSpec
 from adaserve.loadgen.results import iter_records

@@ -30,7 +30,7 @@ from adaserve.bench.sweep.systems import (
 )
 from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
 from adaserve.bench.sweep.tuning import chosen_text
-from adaserve.files import write_json
+from adaserve.host.files import write_json
 from adaserve.slo.metrics import percent
 
 _TIMES = (

@@ -27,7 +27,7 @@ from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, changed
 from adaserve.bench.sweep.systems import PLAIN, System, system
 from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.bench.sweep.tuning import setting_of
-from adaserve.host import describe_host
+from adaserve.host.description import describe_host
 from adaserve.loadgen.results import command_line
 from adaserve.pair.prompts import load_prompts
 from adaserve.server import ServerProcess, ServerSpec

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from adaserve.cache import cache_folder
 from adaserve.errors import UserError
+from adaserve.host.cache import cache_folder
 
 logger = logging.getLogger(__name__)
 

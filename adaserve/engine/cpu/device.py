@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.checkpoints.draft_kind import HEADS
 from adaserve.config import AdaServeConfig
-from adaserve.draft_kind import HEADS
 from adaserve.engine.clock import HostMark
 from adaserve.engine.cpu import gumbel
 from adaserve.engine.cpu.filter import by_selection

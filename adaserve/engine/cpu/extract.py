@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from adaserve.draft_kind import MTP_TARGET
+from adaserve.checkpoints.draft_kind import MTP_TARGET
 from adaserve.engine.cpu.params import InputStage, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.trees.attention import Scores
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.cpu import build
-from adaserve.engine.filters import by_sort
+from adaserve.engine.logits.filters import by_sort
 
 
 class _Filters(ctypes.Structure):

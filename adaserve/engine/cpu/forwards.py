@@ -20,7 +20,7 @@ from adaserve.engine.cpu.params import Before, Inputs
 from adaserve.engine.cpu.sglang_forward import SGLangForward
 from adaserve.engine.device import Beams, KeepGoing, Ready, Run, Search
 from adaserve.engine.levels import Levels
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.trees.attention import (
     TreeAttentionPlan,

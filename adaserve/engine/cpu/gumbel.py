@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from adaserve.engine.cpu import build
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.noise import gumbel
 
 

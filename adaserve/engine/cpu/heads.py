@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adaserve.draft_kind import EAGLE3, MTP
+from adaserve.checkpoints.draft_kind import EAGLE3, MTP
 from adaserve.engine.cpu.extract import head_obstacle, mtp_obstacle, read_head, read_mtp
 from adaserve.engine.cpu.forwards import CpuForward, LeanForward
 from adaserve.engine.cpu.install import LEAN_ATTRIBUTE, grow_rotary_table, lean_of

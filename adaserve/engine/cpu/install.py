@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from adaserve.cores import usable_cores
 from adaserve.engine.cpu.extract import obstacle, read_weights
 from adaserve.engine.cpu.lean import LeanModel
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.params import Inputs
+from adaserve.host.cores import usable_cores
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Capture, Inputs, ModelConfig, ModelWeights
 from adaserve.engine.cpu.torch_forward import TorchBackend
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 
 Backend = NativeBackend | TorchBackend
 """Packed weights and the forward over them: by the C kernels, or by torch's operators without them."""

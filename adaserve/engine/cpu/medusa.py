@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, require_target
 from adaserve.engine.clock import HostMark
 from adaserve.engine.cpu.forwards import forbidding, found
 from adaserve.engine.cpu.gumbel import best_of
@@ -25,9 +26,8 @@ from adaserve.engine.cpu.linear import Storage, torch_linear
 from adaserve.engine.device import Beams, KeepGoing, Ready, Run, Search
 from adaserve.engine.hidden_states import HiddenStates, final_states
 from adaserve.engine.levels import Levels
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.medusa import MedusaHeads, load_medusa, require_target
 
 
 class MedusaForward:

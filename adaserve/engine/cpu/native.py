@@ -14,7 +14,7 @@ from adaserve.engine.cpu.gumbel import NativeReading
 from adaserve.engine.cpu.linear import STORAGE_DTYPES, Storage, exact_storage
 from adaserve.engine.cpu.params import Before, Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.cpu.torch_forward import all_tokens
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.errors import UnsupportedError
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

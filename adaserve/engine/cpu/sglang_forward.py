@@ -17,7 +17,7 @@ from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
 from adaserve.engine.cpu.gumbel import best_of
 from adaserve.engine.cpu.params import Inputs
 from adaserve.engine.cpu.torch_forward import all_tokens
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.engine.trees.attention import TreeAttentionPlan
 
 

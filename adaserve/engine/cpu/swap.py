@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaserve.draft_kind import EAGLE3
+from adaserve.checkpoints.draft_kind import EAGLE3
 from adaserve.engine.cpu.extract import read_head, read_weights
 from adaserve.engine.cpu.install import lean_of
 from adaserve.engine.cpu.lean import Backend

@@ -11,7 +11,7 @@ from torch.nn import functional
 from adaserve.engine.cpu.gumbel import best_of
 from adaserve.engine.cpu.linear import Linear, Storage, torch_linear
 from adaserve.engine.cpu.params import Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.engine.trees.attention import Scores, attend
 
 

@@ -18,12 +18,11 @@ import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 from torch import Tensor
 
+from adaserve.checkpoints.draft_kind import HEADS
 from adaserve.config import AdaServeConfig
-from adaserve.draft_kind import HEADS
 from adaserve.engine.clock import mark
 from adaserve.engine.device import Drafter, Mark
 from adaserve.engine.events import stream_of
-from adaserve.engine.filters import Filter, by_sort, checked
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel
 from adaserve.engine.gpu.forward import GpuForward
@@ -42,8 +41,9 @@ from adaserve.engine.gpu.prompts import (
 from adaserve.engine.gpu.sizes import FIRST, READ_AT_ONCE, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.gpu.unread import write_nodes
 from adaserve.engine.hidden_states import HiddenStates
-from adaserve.engine.logit_reading import Reading
-from adaserve.engine.portions import portions
+from adaserve.engine.logits.filters import Filter, by_sort, checked
+from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.portions import portions
 from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.transfer import QueuedCopy, put
 from adaserve.engine.trees import verify

@@ -17,8 +17,8 @@ from sglang.srt.layers.logits_processor import LogitsMetadata
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
+from adaserve.checkpoints.draft_kind import MTP
 from adaserve.config import AdaServeConfig
-from adaserve.draft_kind import MTP
 from adaserve.engine.cpu.install import lean_of
 from adaserve.engine.device import KeepGoing, Ready, Search
 from adaserve.engine.gpu.attention import TreeKernel

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, require_target
 from adaserve.engine.device import KeepGoing, Ready, Run, Search
 from adaserve.engine.gpu.beam_search import best_children, nothing, queued_beams, reading
 from adaserve.engine.gpu.heads import keep_states
@@ -26,7 +27,6 @@ from adaserve.engine.levels import Levels
 from adaserve.engine.transfer import StaticArrays
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape, tree_shape
-from adaserve.medusa import MedusaHeads, load_medusa, require_target
 
 
 @dataclass

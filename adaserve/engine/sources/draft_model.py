@@ -19,14 +19,14 @@ from sglang.srt.speculative.pp_draft_embedding import resolve_draft_embed_and_he
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
+from adaserve.checkpoints.draft_kind import DraftKind, draft_kind, other_size, require_known_head
+from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig
-from adaserve.draft_kind import DraftKind, draft_kind, other_size, require_known_head
 from adaserve.engine.plain_attention import require_served, require_windows
 from adaserve.engine.sources.token_map import FLAG, keep_tokens, token_map
 from adaserve.errors import UnsupportedError
-from adaserve.fingerprint import local_folder
-from adaserve.host import on_device
-from adaserve.patches.kv_sizing import draft_config
+from adaserve.host.device import on_device
+from adaserve.patches.start.kv_sizing import draft_config
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
-from adaserve.patches.grammar_time import limited_time
+from adaserve.patches.scheduler.grammar_time import limited_time
 from adaserve.scheduler.interface import CandidateTrees
 
 logger = logging.getLogger(__name__)

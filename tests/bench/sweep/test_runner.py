@@ -20,7 +20,7 @@ from adaserve.bench.sweep.report import write_all
 from adaserve.bench.sweep.runner import Sweep
 from adaserve.bench.sweep.store import Store, merged
 from adaserve.bench.sweep.systems import STOCK, System
-from adaserve.host import describe_host
+from adaserve.host.description import describe_host
 from adaserve.server import ServerSpec
 from adaserve.slo.metrics import INTERRUPTED
 from tests.bench.sweep.factories import HEAD, case_line, request

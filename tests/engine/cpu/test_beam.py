@@ -17,7 +17,7 @@ from adaserve.engine.cpu.device import CpuDevice
 from adaserve.engine.cpu.forwards import CpuForward, LeanForward
 from adaserve.engine.cpu.gumbel import read
 from adaserve.engine.device import Beams, KeepGoing, Ready, Search
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.engine.sources.beam import MOST_PENDING, BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache, Held
 from adaserve.engine.sources.source import KeepDrafting

@@ -17,7 +17,7 @@ import torch
 from adaserve.engine.cpu import LeanModel, build
 from adaserve.engine.cpu.linear import STORAGES
 from adaserve.engine.cpu.native import NativeBackend
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, read_hf, run
 
 BUILD_IN_CHILD = (

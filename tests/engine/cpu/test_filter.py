@@ -12,7 +12,7 @@ from torch import Tensor
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.filter import by_selection
 from adaserve.engine.cpu.sglang_forward import SGLangForward
-from adaserve.engine.filters import by_sort, differences, examples
+from adaserve.engine.logits.filters import by_sort, differences, examples
 
 ALL = 1 << 30  # SGLang's top_k of those who ask for none
 Asked = tuple[float, int, float, float]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adaserve.engine.cpu import LeanModel
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, path_to, read_hf, run, tree_mask
 

@@ -8,7 +8,7 @@ import torch
 
 from adaserve.engine.cpu import LeanModel, build
 from adaserve.engine.cpu.gumbel import best_of, draw, read
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.noise import gumbel, request_key
 from tests.engine.chi_square import chi_square_p
 from tests.engine.cpu.factories import hf_model, read_hf

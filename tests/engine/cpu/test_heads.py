@@ -20,7 +20,7 @@ from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Before, Inputs, InputStage, LayerWeights, ModelWeights
 from adaserve.engine.device import Beams, KeepGoing, Search
 from adaserve.engine.hidden_states import HiddenStates, project
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.engine.trees.attention import attention_plan, token_slots
 from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.shape import tree_shape

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, save_medusa
 from adaserve.engine.cpu import LeanModel, build
 from adaserve.engine.cpu.forwards import CpuForward, LeanForward
 from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
@@ -24,7 +25,6 @@ from adaserve.engine.hidden_states import HiddenStates
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.errors import UnsupportedError
-from adaserve.medusa import MedusaHeads, load_medusa, save_medusa
 from tests.engine.cpu.factories import Pool, read_hf
 from tests.engine.medusa import HEADS, best_paths, random_heads, said_by, save_published
 from tests.engine.pairs import random_target

@@ -22,7 +22,7 @@ from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable
 from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import Key, SearchKey, Sizes, Tiers
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.state import DecodeRows, RequestState

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from adaserve.config import AdaServeConfig
+from adaserve.engine.admission.prefill import PrefillPacer
 from adaserve.engine.agree import Agreement
 from adaserve.engine.decisions import Decisions
 from adaserve.engine.gpu.graphs import LEAST_FREE_BYTES, GraphTable, capture_all, least_of
-from adaserve.engine.prefill import PrefillPacer
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy

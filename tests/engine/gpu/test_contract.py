@@ -77,7 +77,7 @@ def test_queries_are_read_by_their_strides() -> None:
 
 
 def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from adaserve.patches import kv_sizing
+    from adaserve.patches.start import kv_sizing
 
     named = SimpleNamespace(architectures=["LlamaForCausalLM"])
     draft = SimpleNamespace(
@@ -158,7 +158,7 @@ def test_sglang_leaves_graphs_to_us(tmp_path: Path) -> None:
 
 
 def test_which_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adaserve.host import DEVICE_PATH_ENV, on_device
+    from adaserve.host.device import DEVICE_PATH_ENV, on_device
 
     monkeypatch.delenv(DEVICE_PATH_ENV, raising=False)
     assert on_device("cuda:0") and not on_device("cpu")

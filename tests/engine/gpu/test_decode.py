@@ -23,6 +23,7 @@ from adaserve.engine.cpu import Inputs
 from adaserve.engine.decisions import Decisions
 from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.kv_caches import KVCaches
+from adaserve.engine.learning.tap import Tap
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests as ServedRequests
 from adaserve.engine.roots import RootTokens
@@ -32,7 +33,6 @@ from adaserve.engine.sources.own import SHARPENING
 from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
 from adaserve.engine.state import Asked, RequestState
-from adaserve.engine.tap import Tap
 from adaserve.engine.transfer import QueuedCopy
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.scheduler.costs import LearnedCosts

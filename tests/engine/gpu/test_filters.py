@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaserve.engine import filters, portions
+from adaserve.engine.logits import filters, portions
 from tests.engine.gpu.scripts import python
 
 ALL = 1 << 30  # SGLang's top_k of those who ask for none
@@ -67,7 +67,7 @@ def test_sums_that_are_rounded_drop_nothing() -> None:
 KERNEL = """
 import torch
 from adaserve.engine.gpu.filter_kernel import BLOCK, filter_fused
-from adaserve.engine.filters import by_sort, differences, examples
+from adaserve.engine.logits.filters import by_sort, differences, examples
 from tests.engine.gpu.test_filters import ALL, columns
 
 def same(logits, *asked):

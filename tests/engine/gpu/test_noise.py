@@ -10,7 +10,7 @@ import torch
 from adaserve import noise as host
 from adaserve.engine.cpu.gumbel import read
 from adaserve.engine.gpu import noise
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from tests.engine.gpu.scripts import python
 
 ROWS, VOCABULARY = 72, 5000

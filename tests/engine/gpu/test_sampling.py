@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine import portions, sampling
+from adaserve.engine import sampling
 from adaserve.engine.device import Device
+from adaserve.engine.logits import portions
 from adaserve.engine.penalties import Penalties
 from adaserve.engine.state import RequestState
 from adaserve.noise import request_key

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.engine.costs.measure import QUICK, Room, measure
 from adaserve.engine.gpu.sizes import SearchKey
-from adaserve.engine.measure import QUICK, Room, measure
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import (

@@ -14,7 +14,7 @@ import transformers
 from adaserve.engine.grammar import Grammars
 from adaserve.engine.sources.forced import FORCED, START, ForcedSource, spelling_of
 from adaserve.engine.state import DecodeRows, RequestState
-from adaserve.patches import grammar_time
+from adaserve.patches.scheduler import grammar_time
 from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.pairs import VOCAB, save_tokenizer
 from tests.engine.trees.factories import running

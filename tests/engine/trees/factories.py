@@ -14,7 +14,7 @@ from adaserve.engine.cpu import Inputs
 from adaserve.engine.cpu.device import CpuDevice
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.gumbel import read
-from adaserve.engine.logit_reading import Reading
+from adaserve.engine.logits.logit_reading import Reading
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.source import KeepDrafting

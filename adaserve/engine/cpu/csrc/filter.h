@@ -1,4 +1,4 @@
-/* Top-k, top-p and min-p: the rule of adaserve/engine/filters.py, by selection where that one sorts. */
+/* Top-k, top-p and min-p: the rule of adaserve/engine/logits/filters.py, by selection where that one sorts. */
 #ifndef ADA_FILTER_H
 #define ADA_FILTER_H
 

@@ -1,0 +1,1 @@
+"""What is known of models and drafts before they are loaded."""

@@ -1,0 +1,256 @@
+"""When prefills run beside decoding requests, and how large their chunks are: the engine's side.
+
+The rule is ``scheduler/prefill.py``, which the simulator calls too. Here it gets what the engine knows:
+who decodes, who waits, how long an iteration and a chunk take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from adaserve.config import AdaServeConfig
+from adaserve.engine.state import RequestState, running_batch
+from adaserve.errors import UnsupportedError
+from adaserve.patches.scheduler.served_worker import Load
+from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.fairness import HoldBudget, binding_rows
+from adaserve.scheduler.forecast import Outlook
+from adaserve.scheduler.interface import IntArray, IterationOutcome, RunningBatch
+from adaserve.scheduler.policies import is_slo_aware
+from adaserve.scheduler.prefill import (
+    PrefillPlan,
+    Situation,
+    WaitingBatch,
+    first_token_due_s,
+    looked_at,
+    plan_prefill,
+    tpot_to_meet_s,
+)
+from adaserve.scheduler.pressure import LearnedPrefills, RecentWork
+from adaserve.slo.classes import ANONYMOUS
+from adaserve.slo.ledger import SLOLedger
+
+Turns = dict[float, tuple[str, float]]
+"""Of requests with many answers, by arrival: whose turn it is, and since when."""
+
+
+class View(NamedTuple):
+    """What the rule sees of a scheduler's load, and whose it is."""
+
+    situation: Situation
+    waiting: list[Any]  # the started prompt, if there is one, and those of the queue that are looked at
+    places: IntArray  # of these, in a list of the started prompt, if there is one, and the whole queue
+    aims: list[Aim]  # of all in that list
+    running: list[Any]  # the rows of ``batch``
+    batch: RunningBatch
+    turns: Turns
+
+
+class Aim(NamedTuple):
+    """Of a prompt; seconds."""
+
+    arrival_s: float
+    ttft_slo_s: float
+    due_s: float  # when the first token should be out
+    slo_class: str
+
+
+_Queued = tuple[float, int, float]  # when it is due, its place in the queue, and when it came
+
+
+class PrefillPacer:
+    """Answers ``plan`` before each scheduling step; learns from every prefill and iteration."""
+
+    def __init__(
+        self,
+        config: AdaServeConfig,
+        costs: LearnedCosts,
+        ledger: SLOLedger,
+        states: Mapping[int, RequestState],
+        alone: bool = True,
+        tenant_share: float = 1.0,
+    ) -> None:
+        """``states``: the worker's, by request-pool row. ``alone``: no other rank shares the requests.
+        ``tenant_share``: of the time, that one tenant's TPOT SLOs may hold up other prompts; in one go at
+        most that share of a prompt's patience."""
+        self._alone = alone
+        self.mode: str | None = None
+        self.set_mode(config.prefill if alone else "exclusive")
+        self._rule = config.for_prefills()
+        self._costs, self._ledger, self._states = costs, ledger, states
+        one_s, far_s = costs.first_prefills_s(np.array([1.0, LearnedPrefills.FAR]))
+        self._prefills = LearnedPrefills(float(one_s), float(far_s))
+        self.outlook = Outlook(costs)
+        self._recent = RecentWork()
+        # Credit comes back while it is spent, so it lasts longer than what may be saved up.
+        at_once_s = tenant_share * self._rule.patience_s
+        self._holds = HoldBudget(tenant_share, (1.0 - tenant_share) * at_once_s)
+        self._holders: set[str] = set()  # tenants for whose SLOs somebody waits in this iteration
+        self._aims: WeakKeyDictionary[Any, Aim] = WeakKeyDictionary()
+        self._turns: Turns = {}
+
+    def paces(self, policy: str) -> bool:
+        """Whether prefills are paced. Slack comes from SLOs, so policies that ignore SLOs get SGLang's own
+        prefills unless the configuration says otherwise.
+        """
+        return self.mode == "slack" or (self.mode is None and is_slo_aware(policy))
+
+    def check_mode(self, mode: str | None) -> None:
+        """``slack``, ``exclusive``, or None for what fits the policy. Raises UnsupportedError.
+
+        When prefills run is decided by every tensor-parallel rank for itself, so there it must not depend on
+        the clock.
+        """
+        if not self._alone and mode != "exclusive":
+            raise UnsupportedError(
+                "tensor-parallel ranks must prefill alike, so prefills can't be paced by the clock: only the "
+                "prefill mode 'exclusive' is possible"
+            )
+
+    def set_mode(self, mode: str | None) -> None:
+        """From the next prefill on. Raises UnsupportedError, see ``check_mode``."""
+        self.check_mode(mode)
+        self.mode = mode
+
+    # -- learning -----------------------------------------------------------------------------
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """A prefill forward, target and draft."""
+        self._recent.prefilled(seconds)
+        self._prefills.observe(tokens, seconds / self._costs.slowdown)
+
+    def observe(self, outcome: IterationOutcome) -> None:
+        """A decode iteration."""
+        rids, verified = outcome.plan.running.rids, float(outcome.selection.verify_tokens)
+        self._recent.decoded(rids, outcome.new_tokens, verified, outcome.prefill_tokens, outcome.cycle_s)
+        self._holds.charge(self._holders, outcome.total_s, outcome.end_s)
+        self._holders = set()
+        self.outlook.observe(outcome)
+
+    # -- deciding -----------------------------------------------------------------------------
+
+    def plan(self, load: Load, now_s: float) -> PrefillPlan:
+        """How many prompt tokens to prefill before the next decode iteration (0 = none), and in which order.
+
+        Row 0 is the started prompt, if there is one, and the further rows are the queue. Rows that the order
+        leaves out have to wait; only those of ``View.places`` can be in it.
+        """
+        view = self.view(load, now_s)
+        situation, self._turns = view.situation, view.turns
+        plan = plan_prefill(situation, len(load.running))
+        if plan.lost:
+            self._recent.lost_at_s = now_s
+        order = view.places[plan.order]
+        self._ledger.gate((aim.slo_class, now_s - aim.arrival_s) for aim in _held_back(view, order))
+        if self._holds.limits:
+            starting = set(plan.order.tolist()) if plan.tokens else set()
+            held = [r for i, r in enumerate(view.waiting) if i not in starting]
+            binding = binding_rows(situation.pressure.slack_s, view.batch.tpot_slo_s)
+            tight = [view.running[i] for i in binding]
+            self._holders = self._holding_up(tight, held)
+        return replace(plan, order=order)
+
+    def view(self, load: Load, now_s: float) -> View:
+        """The pressure foresees one request more than those that are looked at."""
+        started = [] if load.started is None else [load.started]
+        every = [self._aim(req) for req in (*started, *load.waiting)]
+        queued = every[len(started) :]
+        picked, turns = self._looked_at(load.waiting[: load.first], queued[: load.first], now_s)
+        waiting = [*started, *(load.waiting[i] for i in picked)]
+        aims = [*every[: len(started)], *picked.values()]
+        places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)
+        running, batch = self._decoding(load.running, now_s)
+        chunks = self._prefills.chunks(load.most_tokens, self._costs.slowdown)
+        pressure = self._recent.pressure(self._costs, batch, len(waiting) + 1, chunks, now_s)
+        rule = replace(self._rule, chunk_tokens=load.most_tokens)
+        queue = self._waiting(waiting, aims, load.started)
+        return View(Situation(rule, queue, now_s, pressure), waiting, places, every, running, batch, turns)
+
+    def _looked_at(
+        self, waiting: Sequence[Any], aims: Sequence[Aim], now_s: float
+    ) -> tuple[dict[int, Aim], Turns]:
+        """By place in the queue, rising: retracted requests, whose first token was out long ago, and what the
+        rule looks at. Also whose turns it is now.
+
+        A client can ask for thousands of answers at once. They stand in the queue like one request: it is the
+        turn of one of them, and when that has left, of the next, as if this had come only now. The others
+        come behind all that wait. Answers of one request have come at the very same time."""
+        picked, stated, patient = dict[int, Aim](), list[_Queued](), list[_Queued]()
+        turns: Turns = {}
+        for i, (req, aim) in enumerate(zip(waiting, aims, strict=True)):
+            arrival_s, ttft_slo_s, due_s, _ = aim
+            if req.output_ids:
+                picked[i] = aim
+            elif math.isfinite(ttft_slo_s):
+                stated.append((due_s, i, arrival_s))
+            else:
+                since_s = now_s
+                if arrival_s not in turns:
+                    rid, before_s = self._turns.get(arrival_s, (req.rid, arrival_s))
+                    since_s = before_s if rid == req.rid else now_s
+                    turns[arrival_s] = req.rid, since_s
+                patient.append((since_s + self._rule.patience_s, i, since_s))
+        for due_s, i, since_s in looked_at(self._rule, sorted(stated), sorted(patient), now_s):
+            picked[i] = aims[i]._replace(arrival_s=since_s, due_s=due_s)
+        return dict(sorted(picked.items())), turns
+
+    def _holding_up(self, tight: Iterable[Any], held: Iterable[Any]) -> set[str]:
+        """Tenants of the ``tight`` requests for whose SLOs a prompt of somebody else is ``held``. Requests
+        without a key may be of different people."""
+        waiting = set(map(self._tenant, held))
+        return {t for t in map(self._tenant, tight) if waiting - ({t} - {ANONYMOUS})}
+
+    def _tenant(self, req: Any) -> str:
+        return self._ledger.slo(req).tenant
+
+    def _decoding(self, running: Sequence[Any], now_s: float) -> tuple[list[Any], RunningBatch]:
+        """The running requests, without the SLOs of tenants that have held others up for too long."""
+        pairs = [(r, self._states.get(r.kv.req_pool_idx)) for r in running]
+        known = [(r, s) for r, s in pairs if s is not None and s.rid == r.rid]
+        reqs, states = [r for r, _ in known], [s for _, s in known]
+        batch = running_batch(reqs, states, self._ledger.lengths)
+        if self._holds.limits:
+            counts = np.array([self._holds.has(self._tenant(r), now_s) for r in reqs], np.bool_)
+            batch = replace(batch, tpot_slo_s=np.where(counts, batch.tpot_slo_s, np.inf))
+        return reqs, batch
+
+    def _waiting(self, reqs: Sequence[Any], aims: Sequence[Aim], started: Any | None) -> WaitingBatch:
+        left = [_prompt_left(r, r is started) for r in reqs]
+        return WaitingBatch(
+            arrival_s=np.array([a.arrival_s for a in aims]),
+            ttft_slo_s=np.array([a.ttft_slo_s for a in aims]),
+            prompt_left=np.array(left, np.int64),
+            started=np.array([r is started or bool(r.output_ids) for r in reqs], np.bool_),
+            tpot_slo_s=np.array(
+                [tpot_to_meet_s(self._ledger.slo(r).tpot_s, r.sampling_params.max_new_tokens) for r in reqs]
+            ),
+        )
+
+    def _aim(self, req: Any) -> Aim:
+        if (found := self._aims.get(req)) is None:
+            arrival_s, ttft_slo_s = self._ledger.arrival_s(req), self._ledger.slo(req).ttft_s
+            due_s = float(first_token_due_s(arrival_s, ttft_slo_s, self._rule.patience_s))
+            found = self._aims[req] = Aim(arrival_s, ttft_slo_s, due_s, self._ledger.slo(req).slo_class)
+        return found
+
+
+def _held_back(view: View, order: IntArray) -> list[Aim]:
+    """Of prompts that must not start yet; ``order``: those that may. Prompts that were not looked at come
+    behind the others: they are held back if one of these is."""
+    if len(order) == len(view.waiting):
+        return []
+    starting = set(order.tolist())
+    return [aim for i, aim in enumerate(view.aims) if i not in starting]
+
+
+def _prompt_left(req: Any, started: bool) -> int:
+    if started:
+        return max(1, len(req.full_untruncated_fill_ids) - req.prefix_len)
+    tokens = len(req.origin_input_ids) + len(req.output_ids)
+    return max(1, tokens - req.num_matched_prefix_tokens)

@@ -1,0 +1,214 @@
+"""The server's side of a draft that learns: hands over records, swaps better drafts in, says how it goes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adaserve.config import AdaServeConfig
+from adaserve.engine.cpu.swap import Weights, exchange, prepared, require_fit, served
+from adaserve.engine.learning.tap import Tap
+from adaserve.engine.learning.trainer_link import TrainerLink, bytes_of
+from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.state import RequestState
+from adaserve.errors import UnsupportedError
+from adaserve.learning.draft import File, checked, shapes_of
+from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress
+from adaserve.learning.versions import DamagedError, Versions
+from adaserve.sharpening import DraftSharpening
+from adaserve.slo.events import DraftLearning, Judged
+from adaserve.slo.stats import SLOStats, epoch_s
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+MOST_JUDGED = 64
+"""Judgements that are remembered for the operator."""
+TIGHT = 0.9
+"""The trainer waits while a running request has used more than this share of the time that its SLO allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What is exchanged: weights, and how logits are read."""
+
+    weights: Weights
+    sharpening: DraftSharpening
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A candidate that is made ready beside the iterations."""
+
+    candidate: Candidate
+    ready: Future[tuple[Weights, File]]
+
+
+class Learner:
+    """Owns the line to the trainer, which the ``tap`` feeds; exchanges the draft's weights and how they are
+    read.
+
+    ``model``: the draft as SGLang has loaded it; ``source`` drafts with it. ``folder``: of its checkpoint.
+    ``target``, where it is a head: the target's checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: AdaServeConfig,
+        tap: Tap,
+        model: Any,
+        source: BeamSource,
+        folder: str,
+        stats: SLOStats,
+        target: str | None,
+    ) -> None:
+        require_learnable(model, folder, target)
+        if config.learn_folder is not None:  # while what is wrong with it can still be said
+            versions = Versions(Path(config.learn_folder))
+            versions.claim()
+            try:
+                versions.current(folder)
+            except DamagedError as error:
+                logger.warning("AdaServe: %s, so the draft starts as it came", error)
+        self._tap, self._model, self._source, self._stats = tap, model, source, stats
+        self.link = TrainerLink(config, folder, bytes_of(model), target)
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # what a candidate must look like
+        self._looked_s = 0.0
+        self._first = self._serving()
+        self._learned: _Draft | None = None  # while the first draft serves instead
+        self._held = False
+        self._present: tuple[Candidate, File] | None = None  # for a trainer that starts again
+        self._offer: _Offer | None = None
+        self._helper = ThreadPoolExecutor(1, "adaserve-draft")
+        self.state = DraftLearning(trainer="starting")
+        self._before = (0, 0, 0)  # requests, tokens and updates of trainers that have ended
+
+    def serve(self, name: str) -> None:
+        """For comparison, from the next iteration on: the "first" draft, while nothing is recorded but the
+        trainer goes on with what it has; or the present one "held", while the trainer waits, too. "present"
+        ends both."""
+        if self._offer is not None:
+            wait([self._offer.ready])  # it is read into the weights that would change under it
+        if name == "first" and self._learned is None:
+            self._learned = self._serving()
+            self._exchange(self._first)
+        elif name != "first" and self._learned is not None:
+            self._exchange(self._learned)
+            self._learned = None
+        self._held = name == "held"
+        self._tap.pauses = name != "present"
+
+    def look(self, states: Iterable[RequestState], now_s: float) -> None:
+        """Between two iterations, or while nothing runs: tells the trainer whether to wait, and takes in what
+        it has to say."""
+        if now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        busy = self._held or is_tight(states, now_s)
+        for message in self.link.look(busy, now_s, self._present):
+            self.take_in(message)
+        if self._tap.ring is not self.link.ring:  # a trainer has ended, or another one was started
+            self._tap.ring, self._offer = self.link.ring, None
+            self._before = self.state.requests, self.state.tokens, self.state.updates
+            gone = "ended" if self.link.is_over else "restarting"
+            self.state.trainer = gone if self.link.ring is None else "starting"
+        elif self.link.is_over:  # also where none could be started
+            self.state.trainer = "ended"
+        if self._offer is not None and not self._held and self._offer.ready.done():
+            self._swap(self._offer)
+        self._report()
+
+    def take_in(self, message: Message) -> None:
+        """What the trainer says."""
+        if isinstance(message, Hello):
+            self.tensors = message.tensors
+            self.state.trainer = "running"
+        elif isinstance(message, Progress):
+            self._judged(message)
+        elif isinstance(message, Candidate):
+            assert self.link.weights is not None
+            shared = np.frombuffer(self.link.weights, np.uint8)[: message.size]
+            self._offer = _Offer(message, self._helper.submit(self._prepared, shared))
+
+    def _judged(self, message: Progress) -> None:
+        state = self.state
+        scores = (message.candidate, message.present, message.first)
+        judged = Judged(epoch_s(), *scores, message.verdict, message.classes)
+        state.judged = [*state.judged[1 - MOST_JUDGED :], judged]
+        counts = zip(self._before, (message.requests, message.tokens, message.updates), strict=True)
+        state.requests, state.tokens, state.updates = map(sum, counts)
+        state.rejected += message.verdict == "worse"
+        logger.info(
+            "AdaServe: on the newest requests the draft in training gets %.3f tokens of 4 accepted, the "
+            "present one %.3f, the first one %.3f: %s",
+            *scores, message.verdict,
+        )  # fmt: skip
+
+    def _prepared(self, shared: File) -> tuple[Weights, File]:
+        """Beside the iterations, which this does not stop. The trainer leaves the memory as it is until it
+        has its answer, and the array keeps it where the trainer is gone."""
+        file = shared.copy()  # by numpy, which lets other threads run: copies by Python itself stop them
+        return prepared(self._model, checked(file, self.tensors)), file
+
+    def _swap(self, offer: _Offer) -> None:
+        self._offer, candidate = None, offer.candidate
+        start_s = time.perf_counter()
+        try:
+            sharpening = self._first.sharpening.corrected(candidate.correction)
+            weights, file = offer.ready.result()
+            draft = _Draft(weights, sharpening)
+        except Exception as error:  # the present draft was only read, so nothing is wrong with that one
+            self.state.rejected += 1
+            logger.warning("AdaServe: a new draft was dropped, the present one stays: %r", error)
+            self.link.say(Answer(candidate.number, taken=False))
+            return
+        if self._learned is None:
+            self._exchange(draft)
+        else:
+            self._learned = draft
+        self._present = candidate, file
+        self.state.swaps += 1
+        self.state.swap_ms = (time.perf_counter() - start_s) * 1e3
+        logger.info(
+            "AdaServe: another draft serves, %.3f tokens of 4 accepted instead of %.3f (swapped in %.2f ms)",
+            candidate.score, candidate.present, self.state.swap_ms,
+        )  # fmt: skip
+        self.link.say(Answer(candidate.number, taken=True))
+
+    def _serving(self) -> _Draft:
+        return _Draft(served(self._model), self._source.sharpening)
+
+    def _exchange(self, draft: _Draft) -> None:
+        exchange(self._model, draft.weights)
+        self._source.sharpening = draft.sharpening
+
+    def _report(self) -> None:
+        self.state.recorded, self.state.dropped = self._tap.recorded, self._tap.dropped
+        self.state.cpu_s = self.link.cpu_s
+        self._stats.learned(self.state)
+
+
+def require_learnable(model: Any, folder: str, target: str | None) -> None:
+    """Raises UnsupportedError where a trainer could not train such a draft, or nothing that it makes could be
+    served: otherwise only the log would say so, after a while. Arguments as of ``Learner``."""
+    from adaserve.learning.head import learnable  # with what trains heads
+
+    try:
+        if target is None:
+            require_fit(model, shapes_of(folder))
+        else:
+            learnable(folder, target)
+    except Exception as error:  # transformers raises whatever it likes for models that it doesn't know
+        raise UnsupportedError(f"the draft {folder} cannot learn ({error}): leave --learn out") from error
+
+
+def is_tight(states: Iterable[RequestState], now_s: float) -> bool:
+    """Whether a running request is near the limit of its TPOT SLO, or beyond it."""
+    return any(now_s - s.decode_start_s > TIGHT * s.tpot_slo_s * max(1, s.decoded) for s in states)

@@ -1,0 +1,1 @@
+"""This host, without SGLang: its cores, files, ports and processes, what serves, how it is described."""

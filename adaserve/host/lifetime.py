@@ -1,0 +1,55 @@
+"""What a command starts ends with it, even when that is killed, and a server says where it hangs."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+PARENT_ENV = "ADASERVE_PARENT"
+"""Process id of the command that started a server, a router or a load test."""
+
+WHERE_SIGNAL = signal.SIGUSR1
+"""Makes each process of such a server write to its log where its threads are, whatever they wait for."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Makes Linux end this process when the command that started it is gone, or ends it now where that has
+    happened already: a server takes seconds to get here, and a replica minutes the first time.
+
+    For the server's first process only: SGLang lets its own children follow it.
+    """
+    started_by = os.environ.get(PARENT_ENV)
+    if sys.platform != "linux" or started_by is None:
+        return
+    if started_by == str(os.getppid()):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if not _is_there(started_by):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_there(pid: str) -> bool:
+    """Whether a process runs, and is not only waited for."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return not Path("/proc/self/stat").exists()  # nobody can tell
+    return state not in "ZX"
+
+
+def heed_where_signal() -> None:
+    """For the processes of servers that a command of ours has started: elsewhere the signal is not ours."""
+    if PARENT_ENV in os.environ and sys.__stderr__ is not None:
+        faulthandler.register(WHERE_SIGNAL, file=sys.__stderr__)
+
+
+if __name__ == "__main__":  # python -m adaserve.host.lifetime MODULE ARGUMENTS: for a foreign command
+    die_with_parent()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,1 @@
+"""Hooks that act in the HTTP process."""

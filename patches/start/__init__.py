@@ -1,0 +1,1 @@
+"""Hooks that act while a server starts."""
