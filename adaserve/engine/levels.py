@@ -58,13 +58,8 @@ class Levels:
         return min(shape.beams[step - 1], shape.beams[0])
 
     def grow(self, step: int, logprob: Tensor, token: Tensor) -> None:
-        """Keeps the best of what the beams of depth ``step`` - 1 offer: [a, beams, K] each, best first. One
-        kernel on a GPU, unless the shape branches."""
+        """Keeps the best of what the beams of depth ``step`` - 1 offer: [a, beams, K] each, best first."""
         before, now, children = self.level(step - 1), self.level(step), self.children(step)
-        if self.found.is_cuda and not self.shape.is_branching:
-            from adaserve.engine.gpu.grow_kernel import grow_fused
-
-            return grow_fused(self.found, self.visible, logprob, token, before, now, children)
         beams = now.stop - now.start
         paths = (self.logprobs[:, before, None] + logprob[..., :children]).flatten(1)
         if self.shape.is_branching:

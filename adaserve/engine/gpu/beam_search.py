@@ -20,6 +20,7 @@ from adaserve.engine.device import Awaited, Beams, Mark, Ready, Run, Search
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import TreeKernel
 from adaserve.engine.gpu.follow import begin_with
+from adaserve.engine.gpu.fused_levels import FusedLevels
 from adaserve.engine.gpu.layout import Extent, list_slots, slot_lists
 from adaserve.engine.gpu.model import Inputs, Parts
 from adaserve.engine.gpu.sizes import SearchKey
@@ -171,7 +172,7 @@ class BeamSearches:
 
     def _search(self, key: SearchKey, prepared: _Prepared, there: Mapping[str, Tensor]) -> Tensor:
         parts, shape, base = self._parts, prepared.shape, there["base"][:, None]
-        levels = Levels(shape, key.rows, prepared.columns, prepared.found)
+        levels = FusedLevels(shape, key.rows, prepared.columns, prepared.found)
         for q, (kernel, _) in prepared.kernels.items():
             kernel.take(there[f"starts-{q}"])
         q, rows, is_padding = prepared.first, there["pool_rows"][:, None], base == 0

@@ -19,11 +19,11 @@ from torch.nn import functional
 from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, require_target
 from adaserve.engine.device import KeepGoing, Ready, Run, Search
 from adaserve.engine.gpu.beam_search import best_children, nothing, queued_beams, reading
+from adaserve.engine.gpu.fused_levels import FusedLevels
 from adaserve.engine.gpu.heads import keep_states
 from adaserve.engine.gpu.model import Parts
 from adaserve.engine.gpu.sizes import SearchKey
 from adaserve.engine.hidden_states import HiddenStates, final_states
-from adaserve.engine.levels import Levels
 from adaserve.engine.transfer import StaticArrays
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape, tree_shape
@@ -97,7 +97,7 @@ class GpuMedusa:
     def _search(
         self, rows: int, shape: TreeShape, prepared: _Prepared, there: Mapping[str, Tensor]
     ) -> Tensor:
-        base, levels = there["base"][:, None], Levels(shape, rows, prepared.columns, prepared.found)
+        base, levels = there["base"][:, None], FusedLevels(shape, rows, prepared.columns, prepared.found)
         depth = len(shape.beams)
         # Padding has no cached tokens, and reads the scratch slot.
         slots = self._parts.slots(there["pool_rows"], there["base"] - 1)
