@@ -204,7 +204,8 @@ class DecodeLoop:
             dry_run(self.device, self.decisions.policy, plan, self._last)
         proposal, allowed = merge([*(d.read() for d in awaited), *offers], len(rows)), None
         if rows.grammars is not None:
-            proposal, allowed = rows.grammars.constrain(proposal)
+            trees, allowed = rows.grammars.constrain(proposal.trees)
+            proposal = replace(proposal, trees=trees)
         return Choice(proposal, self.decisions.select(plan, proposal.trees), allowed)
 
     def _draft_early(

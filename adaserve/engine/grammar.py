@@ -18,8 +18,8 @@ from torch import Tensor
 from adaserve.engine.logits.portions import portions
 from adaserve.engine.matchers import GrowingTree, is_live, walk, with_say
 from adaserve.engine.transfer import put
-from adaserve.engine.trees.proposal import Proposal
 from adaserve.patches.scheduler.grammar_time import limited_time
+from adaserve.scheduler.interface import CandidateTrees
 
 Forbid = Callable[[Tensor, np.ndarray, np.ndarray, int], None]
 """(logits [a * beams, vocab], tokens [a, k], parents [a, k], beams): sets to -inf what grammars forbid after
@@ -71,9 +71,8 @@ class Grammars:
     def _any(self) -> Any:
         return next(iter(self.live.values()))
 
-    def constrain(self, proposal: Proposal) -> tuple[Proposal, Allowed]:
-        """The proposal with what is forbidden made impossible, and the masks of what is left."""
-        trees = proposal.trees
+    def constrain(self, trees: CandidateTrees) -> tuple[CandidateTrees, Allowed]:
+        """The trees with what is forbidden made impossible, and the masks of what is left."""
         counts = np.diff(trees.row_start)
         masks = self._masks(sum(1 + int(counts[r]) for r in self.live))
         first = np.full(trees.n_rows, -1, np.int64)
@@ -84,8 +83,7 @@ class Grammars:
                 possible = walk(grammar, trees.token[nodes], trees.parent[nodes], masks[start:end])
             logprob[nodes][~possible] = -np.inf
             first[r], start = start, end
-        allowed = Allowed(self._any, masks, first, trees.row_start)
-        return replace(proposal, trees=replace(trees, logprob=logprob)), allowed
+        return replace(trees, logprob=logprob), Allowed(self._any, masks, first, trees.row_start)
 
     def forbid(self, active: np.ndarray) -> Forbid | None:
         """For a search over the rows ``active``; None where none of them has a grammar."""

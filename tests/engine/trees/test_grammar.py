@@ -19,7 +19,6 @@ from adaserve.engine.grammar import Grammars, _apply
 from adaserve.engine.matchers import GrowingTree, can_walk, forced, is_live, walk, with_say
 from adaserve.engine.sources.forced import spelling_of
 from adaserve.engine.state import RequestState, deepest_allowed
-from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.pairs import VOCAB, save_tokenizer
 
@@ -137,18 +136,16 @@ def request(grammar: Any | None) -> Any:
     )
 
 
-def proposal_of(rows: list[list[Any]]) -> Proposal:
+def trees_of(rows: list[list[Any]]) -> CandidateTrees:
     flat = [node for row in rows for node in row]
     depth = np.array([len(path) for _, _, path in flat], np.int64)
-    trees = CandidateTrees(
+    return CandidateTrees(
         row_start=np.cumsum([0, *(len(row) for row in rows)]),
         token=np.array([token for _, token, _ in flat], np.int64),
         parent=np.array([parent for parent, _, _ in flat], np.int64),
         depth=depth,
         logprob=-0.5 * depth,
     )
-    column = np.concatenate([np.arange(1, 1 + len(row)) for row in rows])
-    return Proposal(trees, column, 1 + int(column.max()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,18 +160,18 @@ def test_masks_are_those_of_every_nodes_own_path(backend: Backend, kind: str, se
     rows, texts = [trees[0], free, *trees[1:]], [texts[0], [], *texts[1:]]
     grammars = Grammars.of(reqs, INFO)
     assert grammars is not None
-    proposal = proposal_of(rows)
+    candidates = trees_of(rows)
     for _ in range(2):  # the matchers have come back to where they were
-        constrained, allowed = grammars.constrain(proposal)
+        constrained, allowed = grammars.constrain(candidates)
     row = np.concatenate([np.full(1 + len(nodes), r) for r, nodes in enumerate(rows)])
-    starts = proposal.trees.row_start
+    starts = candidates.row_start
     candidate = np.concatenate(
         [np.concatenate([[-1], np.arange(starts[r], starts[r + 1])]) for r in range(len(rows))]
     )
     chosen = rng.permutation(len(row))[: len(row) * 2 // 3]  # a verification keeps some of them
     logits = torch.zeros(len(chosen), VOCAB)
     allowed.mask(logits, row[chosen], candidate[chosen])
-    possible, forbidden = constrained.trees.logprob == proposal.trees.logprob, 0
+    possible, forbidden = constrained.logprob == candidates.logprob, 0
     assert possible[starts[1] : starts[2]].all() and len(free), "a request without a grammar was touched"
     for got, r, node in zip(logits, row[chosen].tolist(), candidate[chosen].tolist(), strict=True):
         if reqs[r].grammar is None:
@@ -184,7 +181,7 @@ def test_masks_are_those_of_every_nodes_own_path(backend: Backend, kind: str, se
         exact = replayed(backend, kind, [*texts[r], *path])
         if node >= 0:
             assert possible[node] == (exact is not None)
-            assert possible[node] or constrained.trees.logprob[node] == -np.inf
+            assert possible[node] or constrained.logprob[node] == -np.inf
         if exact is None:
             forbidden += 1
         else:
