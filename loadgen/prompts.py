@@ -6,10 +6,8 @@ a JSONL (or .jsonl.gz) file of ``{"category": ..., "text": ...}``.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -18,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from adaserve.host.files import json_lines, not_utf8
-from adaserve.loadgen.errors import LoadgenError, why_unreadable
+from adaserve.host.files import UNREADABLE, json_lines, not_utf8, read_text, why_unreadable
+from adaserve.loadgen.errors import LoadgenError
 
 CHARS_PER_TOKEN = 3.5
 """When neither a tokenizer nor a measurement is at hand. Large vocabularies: about 4."""
@@ -90,9 +88,8 @@ def load_prompts(
     shipped = resources.files("adaserve") / "pair" / "prompts.jsonl.gz"
     found = Path(str(shipped if path is None else path))
     try:
-        raw = found.read_bytes()
-        text = (gzip.decompress(raw) if found.suffix == ".gz" else raw).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
+        text = read_text(found)
+    except UNREADABLE as e:
         raise LoadgenError(f"cannot read the prompts in {found}: {why_unreadable(e)}") from e
     texts: dict[str, list[str]] = {}
     for number, line in enumerate(json_lines(text), 1):

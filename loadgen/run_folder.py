@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from adaserve.loadgen.errors import LoadgenError, why_unreadable
+from adaserve.host.files import why_unreadable
+from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.results import CONFIG, is_amount, iter_records
 from adaserve.loadgen.verdicts import Verdicts, compare
 from adaserve.slo.metrics import PLAYED, RequestRecord, summarize

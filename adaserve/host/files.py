@@ -1,12 +1,17 @@
 """Files that are whole: who reads one, or goes on with it after a kill, finds the old one or the new one. And
-what files with JSON can hold."""
+what files of text can hold."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
+
+UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError)
+"""What reading a file of text may raise."""
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -25,6 +30,19 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
     finally:
         part.unlink(missing_ok=True)
+
+
+def read_text(path: Path) -> str:
+    """In UTF-8, whether it says so or not, and gzipped where the name ends in .gz. Raises UNREADABLE."""
+    raw = path.read_bytes()
+    return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
+
+
+def why_unreadable(error: Exception) -> str:
+    """Why a text file could not be read, in plain words."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    return str((isinstance(error, OSError) and error.strerror) or error)
 
 
 def json_lines(text: str) -> list[str]:

@@ -7,18 +7,16 @@ JSONL. ``.gz`` files are read as they are. Every problem is a :class:`TraceError
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from adaserve.host.files import json_lines, not_utf8
+from adaserve.host.files import UNREADABLE, json_lines, not_utf8, read_text, why_unreadable
 from adaserve.slo.classes import CUSTOM_CLASS
 from adaserve.slo.trace import EPOCH_S, Trace, TraceError, TraceRow
 
@@ -32,13 +30,9 @@ def read_trace(path: str | Path, fmt: str = "auto", sort: bool = False) -> Trace
     server has recorded, in the order in which they ended, by the time of the epoch. Raises TraceError."""
     path = Path(path)
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise TraceError(f"cannot read the trace {path}: it is not UTF-8 text") from e
-    except (OSError, EOFError, zlib.error) as e:
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
-        raise TraceError(f"cannot read the trace {path}: {reason}") from e
+        text = read_text(path)
+    except UNREADABLE as e:
+        raise TraceError(f"cannot read the trace {path}: {why_unreadable(e)}") from e
     name = detect_format(text, str(path)) if fmt == "auto" else fmt
     if name not in FORMATS:
         raise TraceError(f"unknown trace format {name!r}: known are auto, {', '.join(FORMATS)}")
