@@ -39,7 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Commands that take this process's place, which none does here."""
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, words: commands.append(words))
-    monkeypatch.setattr(server, "on_cpu", lambda: True)
+    monkeypatch.setattr("adaserve.server.spec.on_cpu", lambda: True)
     monkeypatch.setattr(server, "require_free", lambda host, port: None)
     monkeypatch.setattr(server, "require_models", lambda spec: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
