@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from adaserve.host.cores import usable_cores
 from adaserve.host.lifetime import PARENT_ENV
 from adaserve.host.ports import free_port
 from adaserve.loadgen.config import BenchConfig, secret_headers
@@ -66,7 +67,7 @@ def run_bench(
         with console.status("asking the server for its model and speed"):
             config = preflight(config)
     schedule = build_schedule(config)
-    if processes > (cores := os.cpu_count() or 1):
+    if processes > (cores := usable_cores()):
         console.print(f"[yellow]{processes} processes share {cores} cores: requests may leave late[/yellow]")
     make_results_dir(out)
     config.save(out / CONFIG)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from adaserve.bench.repetition import OF_CLASS, repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.turns import TURN_S, Turns
 from adaserve.config import AdaServeConfig, ConfigError
+from adaserve.host.cores import usable_cores
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import COLUMNS, class_cells
 from adaserve.loadgen.config import BenchConfig, Endpoint, TraceSpec, default_classes
@@ -150,5 +150,5 @@ def _caption(summaries: dict[str, dict[str, Any]]) -> str:
     return (
         f"{turns} turn{'s' if turns > 1 else ''} each; the policy changes when all requests of a turn are "
         "answered. "
-        f"{busy} programs used {told} of what its {os.cpu_count()} cores can do."
+        f"{busy} programs used {told} of the {usable_cores()} cores that it may use."
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import psutil
 
@@ -21,9 +22,27 @@ def usable_cores(root: Path = Path("/")) -> int:
     set it. Only whole cores count: a thread that outruns the quota stands still for the rest of each period,
     and its team with it. ``root`` is where ``/proc`` and ``/sys`` are found.
     """
-    cores = _cores_of_affinity(root)
-    quotas = (_quota_v2(folder) if v2 else _quota_v1(folder) for folder, v2 in _groups("cpu", root))
-    return max(1, min([cores, *(int(quota) for quota in quotas if quota is not None)]))
+    cores, quota = _cores_of_affinity(root), least_quota(root)
+    return cores if quota is None else max(1, min(cores, int(quota.processors)))
+
+
+class Quota(NamedTuple):
+    """CPU bandwidth of a cgroup, with what counts the use of it."""
+
+    processors: float  # that all processes of the group together may keep busy
+    folder: Path
+
+    def used_s(self) -> float | None:
+        """Seconds of a processor that the group has used; None where cgroups v1 count that elsewhere."""
+        in_us = dict(line.split() for line in _read(self.folder / "cpu.stat").splitlines()).get("usage_usec")
+        in_ns = _read(self.folder / "cpuacct.usage").strip()
+        return int(in_us) / 1e6 if in_us else int(in_ns) / 1e9 if in_ns else None
+
+
+def least_quota(root: Path = Path("/")) -> Quota | None:
+    """The tightest of this process's cgroups and those above them; None where none has a limit."""
+    quotas = ((_quota_v2(folder) if v2 else _quota_v1(folder), folder) for folder, v2 in _groups("cpu", root))
+    return min((Quota(limit, folder) for limit, folder in quotas if limit is not None), default=None)
 
 
 def usable_memory(root: Path = Path("/")) -> int:

@@ -9,9 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from adaserve.host.cores import usable_cores
+from adaserve.host.cores import usable_cores, usable_memory
 
 _PACKAGES = ("adaserve", "sglang", "torch", "numpy", "locust")
 
@@ -22,7 +20,7 @@ def describe_host() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "usable_cores": usable_cores(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gib": round(usable_memory() / 2**30, 1),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from adaserve.bench import busy
 from adaserve.bench.busy import OtherPrograms
+from adaserve.host import load
 
 SPIN = "import time; end = time.process_time() + 1.5\nwhile time.process_time() < end: pass"
 APART = f"import os; os.fork() and os._exit(0); os.setsid(); exec({SPIN!r})"
@@ -35,7 +35,7 @@ class Host:
     """Processor times as psutil tells them, and a clock: a second has passed at each look."""
 
     def __init__(self) -> None:
-        self.all = SimpleNamespace(
+        self.one = SimpleNamespace(
             user=50.0,
             nice=0.0,
             system=5.0,
@@ -46,6 +46,7 @@ class Host:
             iowait=9.0,
             guest=7.0,
         )
+        self.processors = [self.one, *[SimpleNamespace(user=3.0)] * 7]
         self.mine = SimpleNamespace(user=1.0, system=1.0, children_user=0.0, children_system=0.0)
         self.child = SimpleNamespace(user=0.0, system=0.0, children_user=0.0, children_system=0.0)
         self.child_lives, self.now_s = True, 0.0
@@ -59,7 +60,7 @@ class Host:
         child = SimpleNamespace(cpu_times=of_the_child)
         return SimpleNamespace(cpu_times=lambda: self.mine, children=lambda recursive: [child] * recursive)
 
-    def monotonic(self) -> float:
+    def perf_counter(self) -> float:
         self.now_s += 1.0
         return self.now_s
 
@@ -67,27 +68,27 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     made = Host()
-    monkeypatch.setattr(psutil, "cpu_times", lambda: made.all)
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: made.processors)
     monkeypatch.setattr(psutil, "Process", made.process)
-    monkeypatch.setattr(busy, "time", made)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(load, "time", made)
+    monkeypatch.setattr(load, "least_quota", lambda: None)
     return made
 
 
 def test_what_is_neither_ours_nor_our_childrens_is_others(host: Host) -> None:
     others = OtherPrograms()
     with others.watched():
-        host.all.user += 3.0
-        host.all.steal += 1.0
-        host.all.idle += 5.0
-        host.all.iowait += 5.0
-        host.all.guest += 2.0  # is among the user's
+        host.one.user += 3.0
+        host.one.steal += 1.0
+        host.one.idle += 5.0
+        host.one.iowait += 5.0
+        host.one.guest += 2.0  # is among the user's
         host.mine.user += 0.5
         host.mine.children_system += 0.25
         host.child.user += 0.25
     assert others.cpu_s == 3.0 and others.share == 3 / 8
     with others.watched():
-        host.all.nice += 2.0
+        host.one.nice += 2.0
     assert others.cpu_s == 5.0 and others.share == 5 / 16, "one adds up what it has seen"
 
 
@@ -96,7 +97,7 @@ def test_a_child_that_ends_was_ours(host: Host) -> None:
     host.child.user = 2.0
     others = OtherPrograms()
     with others.watched():
-        host.all.user += 1.0
+        host.one.user += 1.0
         host.child_lives, host.mine.children_user = False, 3.0
     assert others.cpu_s == 0.0 == others.share
 

@@ -878,7 +878,7 @@ def test_a_mixed_load_asks_for_what_it_is_judged_by(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("adaserve.bench.gpu_check.mixed.refuse_what_ended_early", lambda _: None)
     server: Any = FakeServer()
     for cores in (2, 16):
-        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr("adaserve.bench.gpu_check.mixed.usable_cores", lambda cores=cores: cores)
         run_mixed(server, tmp_path, 640.0, 2.0, 10.0, 0, Console(quiet=True))
     assert processes == [1, 8], "one process does not follow what a GPU writes"
     config = configs[0]

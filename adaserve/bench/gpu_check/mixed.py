@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from adaserve.host.cores import usable_cores
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, Endpoint, Length, default_classes
@@ -43,7 +43,7 @@ def run_mixed(
     )
     # One process of the load generator reads about 10,000 chunks/s where it has a core to itself. A large GPU
     # makes as many tokens, and the server needs cores, too.
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     summary = run_bench(config, out, max(1, cores // 4, cores - 8), console)
     refuse_what_ended_early(summary)
     kept = {k: summary.get(k) for k in KEPT}

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
 from adaserve.bench.busy import OtherPrograms
@@ -150,9 +149,12 @@ def time_limit(seconds: float) -> Iterator[list[bool]]:
 
 
 def host_load() -> dict[str, float]:
-    """How busy the machine is while the server has nothing to do."""
+    """How busy the machine is before anything is sent."""
+    others = OtherPrograms()
+    with others.watched():
+        time.sleep(0.4)
     return {
-        "busy": round(psutil.cpu_percent(interval=0.4) / 100, 3),  # share of all cores, by anyone
+        "busy": round(others.share, 3),
         "load1": round(os.getloadavg()[0], 2),
     }
 

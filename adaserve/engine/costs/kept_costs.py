@@ -22,6 +22,7 @@ from adaserve.engine.costs.host_load import OtherProcesses
 from adaserve.engine.costs.measure import FULL, Grid
 from adaserve.engine.cpu.build import load_kernels
 from adaserve.host.cache import cache_folder
+from adaserve.host.cores import usable_cores
 from adaserve.host.description import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table
 from adaserve.scheduler.interface import Context
@@ -34,7 +35,7 @@ PROFILE_ENV = "ADASERVE_MEASURE_PROFILE"
 """Set by `adaserve profile`: JSON with the files for progress ("ticks") and result ("out")."""
 
 BUSY_SHARE = 0.2
-"""Above this share of the host's processors, other processes disturb a measurement."""
+"""Above this share of the server's processors, other processes disturb a measurement."""
 
 FAR = 1.5
 """Beyond this ratio, two measurements of the same forwards differ by more than noise."""
@@ -58,7 +59,7 @@ def fingerprint(drafts: Sequence[str], config: AdaServeConfig, server_args: Any)
         settings.append("no CPU kernels")
     return {
         "host": f"{platform.machine()} {cpu_name()}",
-        "cores": str(os.cpu_count()),
+        "cores": str(usable_cores()),
         "threads": str(torch.get_num_threads()),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "target": _model_name(server_args.model_path),
@@ -139,7 +140,7 @@ def start_model(
     measured = _model(measure_now())
     if (share := others.share()) > BUSY_SHARE:
         logger.warning(
-            "AdaServe: other processes used %.0f%% of this host's processors while it was measured; "
+            "AdaServe: other processes used %.0f%% of this server's processors while it was measured; "
             "the costs are corrected while it serves",
             100 * share,
         )

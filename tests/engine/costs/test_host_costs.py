@@ -28,6 +28,7 @@ from adaserve.engine.costs.host_costs import (
 )
 from adaserve.engine.costs.host_load import OtherProcesses
 from adaserve.engine.costs.measure import Grid
+from adaserve.host import load
 from adaserve.scheduler.costs import LearnedCosts, known_sizes
 from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import ForwardCost, LatencyModel, TableCost
@@ -385,7 +386,7 @@ def test_processes_that_come_and_go_are_no_load_of_others(monkeypatch: pytest.Mo
     def cores(percpu: bool) -> list[SimpleNamespace]:
         return [SimpleNamespace(user=worked_s)]
 
-    monkeypatch.setattr(host_load, "_own_cores", lambda: {0})
+    monkeypatch.setattr(load, "_own_processors", lambda: {0})
     monkeypatch.setattr(host_load, "_server", family)
     monkeypatch.setattr(host_load.psutil, "cpu_times", cores)
     monkeypatch.setattr(host_load.time, "perf_counter", lambda: now_s)
@@ -418,7 +419,7 @@ def test_a_full_disk_keeps_what_was_kept_and_nothing_else(
 
 
 def test_a_host_that_loses_cores_or_tells_nothing_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_load, "_own_cores", lambda: {0, 3})
+    monkeypatch.setattr(load, "_own_processors", lambda: {0, 3})
     monkeypatch.setattr(host_load, "_server", list)
     told = [SimpleNamespace(user=10.0)]
     monkeypatch.setattr(host_load.psutil, "cpu_times", lambda percpu: told)
@@ -430,30 +431,6 @@ def test_a_host_that_loses_cores_or_tells_nothing_ends_no_server(monkeypatch: py
 
     monkeypatch.setattr(host_load.psutil, "cpu_times", nothing)
     assert others.share() == 0.0
-
-
-def test_cores_are_told_by_their_numbers_where_some_are_offline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Of a host with the cores 0, 2, 3 and 6, this process may run on 2 and 6."""
-    now_s, worked_s = 0.0, [0.0, 0.0, 0.0, 0.0]
-    (tmp_path / "online").write_text("0,2-3,6\n")
-    monkeypatch.setattr(host_load, "_ONLINE", tmp_path / "online")
-    monkeypatch.setattr(host_load, "_own_cores", lambda: {2, 6})
-    monkeypatch.setattr(host_load, "_server", list)
-    monkeypatch.setattr(
-        host_load.psutil, "cpu_times", lambda percpu: [SimpleNamespace(user=s) for s in worked_s]
-    )
-    monkeypatch.setattr(host_load.time, "perf_counter", lambda: now_s)
-    others = OtherProcesses()
-    now_s, worked_s = 10.0, [10.0, 4.0, 10.0, 1.0]
-    assert others.share() == 0.25
-    (tmp_path / "online").write_text("0,2-3\n")
-    now_s, worked_s = 20.0, [20.0, 9.0, 20.0]
-    assert others.share() == 0.5, "of core 2, which is still there"
-    (tmp_path / "online").write_text("0,2-3,6\n")
-    now_s, worked_s = 30.0, [30.0, 19.0, 30.0, 1.0]
-    assert others.share() == 1.0, "core 6 has just come back: nobody knows what it did"
 
 
 def test_a_cache_that_cannot_be_written_does_not_end_the_server(
