@@ -26,6 +26,7 @@ from adaserve.bench.simulate.cli import app as simulator
 from adaserve.commands import Commands, fail, new_file
 from adaserve.commands import flags as split
 from adaserve.fleet.cli import app as fleet
+from adaserve.host.cache import lead_libraries
 from adaserve.host.cores import short_spins
 from adaserve.host.lifetime import die_with_parent
 from adaserve.learning.cli import app as draft
@@ -308,6 +309,7 @@ def main() -> None:
     """Runs the command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     short_spins(os.environ)
+    lead_libraries()
     without_proxy(os.environ)
     # What lies in the folder where a command is called, a queue.py say, is no module of its servers.
     os.environ.setdefault("PYTHONSAFEPATH", "1")

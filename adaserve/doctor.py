@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from adaserve.commands import NO
+from adaserve.errors import UserError
 from adaserve.host.cache import cache_folder
 from adaserve.host.cores import usable_cores, usable_memory
 from adaserve.host.description import cpu_name, version_of
@@ -322,10 +323,15 @@ def examine(checks: Sequence[Callable[[], list[Finding]]] = CHECKS) -> list[Find
     for check in checks:
         try:
             findings += check()
+        except UserError as error:
+            findings.append(Finding(_name(check), "missing", str(error)))
         except Exception as error:  # finding a broken installation is its purpose
-            name = getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
-            findings.append(Finding(name, "missing", f"{type(error).__name__}: {error}", INSTALL))
+            findings.append(Finding(_name(check), "missing", f"{type(error).__name__}: {error}", INSTALL))
     return findings
+
+
+def _name(check: Callable[[], list[Finding]]) -> str:
+    return getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
 
 
 def healthy(findings: Sequence[Finding]) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from adaserve import doctor
 from adaserve.config import AdaServeConfig
 from adaserve.engine.costs import kept_costs
+from adaserve.errors import UserError
 from adaserve.scheduler.profile import Profile
 
 
@@ -161,9 +162,14 @@ def test_a_check_that_breaks_is_a_finding() -> None:
     def check_broken() -> list[doctor.Finding]:
         raise ImportError("no such library")
 
-    findings = doctor.examine([check_broken, lambda: [doctor.Finding("x", "ok", "y")]])
-    assert [f.state for f in findings] == ["missing", "ok"] and "no such library" in findings[0].found
+    def check_host() -> list[doctor.Finding]:
+        raise UserError("no home: set XDG_CACHE_HOME")
+
+    findings = doctor.examine([check_broken, check_host, lambda: [doctor.Finding("x", "ok", "y")]])
+    assert [f.state for f in findings] == ["missing", "missing", "ok"]
+    assert "no such library" in findings[0].found
     assert "pip install adaserve" not in findings[0].remedy, "the package index has none of that name from us"
+    assert (findings[1].found, findings[1].remedy) == ("no home: set XDG_CACHE_HOME", "")
 
 
 def test_the_report_is_nothing_but_the_report(
