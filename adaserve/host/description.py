@@ -30,13 +30,13 @@ def describe_host() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's own name for itself."""
+    """The processor's own name for itself; that of its architecture where it has none, as on Arm."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
+        lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    return next(names, platform.processor()) or platform.machine()
 
 
 def git_sha() -> str | None:

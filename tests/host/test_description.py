@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,3 +33,25 @@ def test_a_commit_is_that_of_this_code_alone(tmp_path: Path, monkeypatch: pytest
     assert commit is not None and len(commit) == 12
     installed.write_text("changed")
     assert description.git_sha() == f"{commit}-dirty"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("flags\t: avx2\nmodel name\t: A CPU @ 2 GHz\nmodel name\t: B\n", "A CPU @ 2 GHz"),
+        ("CPU part\t: 0xd0c\n", "aarch64"),
+        (None, "aarch64"),
+    ],
+)
+def test_a_processor_without_a_name_has_that_of_its_architecture(
+    cpuinfo: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_text(_: Path) -> str:
+        if cpuinfo is None:
+            raise FileNotFoundError
+        return cpuinfo
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(platform, "processor", str)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert description.cpu_name() == name
