@@ -119,7 +119,10 @@ def ensure() -> None:
 def shared_folder() -> Path:
     if os.environ.get("ADASERVE_ENV"):
         return Path(os.environ["ADASERVE_ENV"]).expanduser().absolute()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise EnvError("this user has no home folder: set XDG_CACHE_HOME to a folder for the cache") from None
     return cache / "adaserve" / f"env-{key()}"
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import pwd
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "env.py"
 
@@ -18,6 +21,18 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True, check=False)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and str(tmp_path / "file") in line and "ADASERVE_ENV" in line
+
+
+def test_a_user_without_a_home_folder_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "ADASERVE_ENV"):
+        monkeypatch.delenv(name, raising=False)
+    script = runpy.run_path(str(SCRIPT))
+    with pytest.raises(script["EnvError"], match="set XDG_CACHE_HOME"):
+        script["shared_folder"]()
 
 
 def test_an_environment_in_use_is_not_removed(tmp_path: Path) -> None:
