@@ -31,6 +31,7 @@ from adaserve.identity import SGLANG_VERSION
 
 State = Literal["ok", "note", "missing"]
 
+WRITABLE = "let this user write there, or set XDG_CACHE_HOME elsewhere"
 INSTALL = "install AdaServe again: pip install . in its folder"
 NEEDED_MEMORY_GIB = 8.0
 NEEDED_DISK_GB = 2.0
@@ -76,8 +77,7 @@ def check_disk(folder: Path | None = None) -> list[Finding]:
             # What is there is used. The widened pair alone is not done without.
             has_pair = existing == cache and any(cache.glob("pair/target-*/config.json"))
             state: State = "note" if has_pair else "missing"
-            remedy = "let this user write there, or set XDG_CACHE_HOME elsewhere"
-            return [Finding("Disk", state, f"{place} cannot be written to", remedy)]
+            return [Finding("Disk", state, f"{place} cannot be written to", WRITABLE)]
     free_gb = shutil.disk_usage(existing).free / 1e9
     found = f"{free_gb:.1f} GB free for {cache}"
     if free_gb < NEEDED_DISK_GB:
@@ -200,7 +200,8 @@ def check_engine() -> list[Finding]:
     chosen = os.environ.get("SGLANG_PLATFORM")
     if _asks_for_cpu_engine() or (chosen and chosen not in entry_points(group="sglang.srt.platforms").names):
         return []
-    return [*_hooks(), *_compiler()]
+    found = _hooks()
+    return [*found, *_compiler()] if healthy(found) else found
 
 
 def _hooks() -> list[Finding]:
@@ -212,6 +213,8 @@ def _hooks() -> list[Finding]:
 
         if not patches.targets:
             patches.apply_all()
+    except PermissionError as error:  # SGLang makes the folder of its cache
+        return [Finding("Hooks", "missing", str(error), WRITABLE)]
     except Exception as error:  # whatever it is, a server would fail the same way
         return [Finding("Hooks", "missing", str(error), f"pip install sglang=={SGLANG_VERSION}")]
     return [Finding("Hooks", "ok", f"{len(set(patches.targets))} places in SGLang")]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from adaserve import doctor
+from adaserve import doctor, patches
 from adaserve.config import AdaServeConfig
 from adaserve.engine.costs import kept_costs
 from adaserve.errors import UserError
@@ -127,8 +127,20 @@ def test_what_follows_from_a_platform_that_is_not_there_is_not_said_too(
 
 def test_an_sglang_that_does_not_load_is_not_called_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", None)
-    finding = doctor.check_engine()[0]
+    (finding,) = doctor.check_engine()
     assert finding.state == "missing" and "import of sglang.srt.managers.scheduler" in finding.found
+
+
+def test_a_home_that_cannot_be_written_is_no_fault_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes a folder there when it is imported."""
+
+    def apply_all() -> None:
+        raise PermissionError(13, "Permission denied", "/home/somebody")
+
+    monkeypatch.setattr(patches, "targets", [])
+    monkeypatch.setattr(patches, "apply_all", apply_all)
+    (finding,) = doctor.check_engine()
+    assert "/home/somebody" in finding.found and "XDG_CACHE_HOME" in finding.remedy
 
 
 @pytest.mark.parametrize("value", ['{"policy": ', '{"policy": "fastest"}'])
