@@ -47,7 +47,7 @@ class Commands(TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
-            if (why := _in_one_line(error)) is None:
+            if (why := in_one_line(error)) is None:
                 raise
             fail(why)
 
@@ -59,7 +59,7 @@ def fail(why: str) -> NoReturn:
     raise typer.Exit(COULD_NOT)
 
 
-def _in_one_line(error: Exception) -> str | None:
+def in_one_line(error: Exception) -> str | None:
     """What to tell the user; None for an error of this program, which needs its traceback."""
     import httpx
 
@@ -69,6 +69,8 @@ def _in_one_line(error: Exception) -> str | None:
         return f"a server did not answer: {why_no_answer(error)}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, FileNotFoundError) and "temporary" in str(error):  # of the module tempfile
+        return f"{error.strerror}: set TMPDIR to a folder that can be written to"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.strerror}: make room for what this command writes or prints"
     return None

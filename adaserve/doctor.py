@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from adaserve.commands import NO
-from adaserve.errors import UserError
+from adaserve.commands import NO, in_one_line
 from adaserve.host.cache import cache_folder
 from adaserve.host.cores import usable_cores, usable_memory
 from adaserve.host.description import cpu_name, version_of
@@ -31,7 +30,6 @@ from adaserve.identity import SGLANG_VERSION
 
 State = Literal["ok", "note", "missing"]
 
-WRITABLE = "let this user write there, or set XDG_CACHE_HOME elsewhere"
 INSTALL = "install AdaServe again: pip install . in its folder"
 NEEDED_MEMORY_GIB = 8.0
 NEEDED_DISK_GB = 2.0
@@ -77,7 +75,8 @@ def check_disk(folder: Path | None = None) -> list[Finding]:
             # What is there is used. The widened pair alone is not done without.
             has_pair = existing == cache and any(cache.glob("pair/target-*/config.json"))
             state: State = "note" if has_pair else "missing"
-            return [Finding("Disk", state, f"{place} cannot be written to", WRITABLE)]
+            remedy = "let this user write there, or set XDG_CACHE_HOME elsewhere"
+            return [Finding("Disk", state, f"{place} cannot be written to", remedy)]
     free_gb = shutil.disk_usage(existing).free / 1e9
     found = f"{free_gb:.1f} GB free for {cache}"
     if free_gb < NEEDED_DISK_GB:
@@ -213,8 +212,8 @@ def _hooks() -> list[Finding]:
 
         if not patches.targets:
             patches.apply_all()
-    except PermissionError as error:  # SGLang makes the folder of its cache
-        return [Finding("Hooks", "missing", str(error), WRITABLE)]
+    except OSError:  # this host's fault: SGLang makes folders when it is imported
+        raise
     except Exception as error:  # whatever it is, a server would fail the same way
         return [Finding("Hooks", "missing", str(error), f"pip install sglang=={SGLANG_VERSION}")]
     return [Finding("Hooks", "ok", f"{len(set(patches.targets))} places in SGLang")]
@@ -326,15 +325,12 @@ def examine(checks: Sequence[Callable[[], list[Finding]]] = CHECKS) -> list[Find
     for check in checks:
         try:
             findings += check()
-        except UserError as error:
-            findings.append(Finding(_name(check), "missing", str(error)))
         except Exception as error:  # finding a broken installation is its purpose
-            findings.append(Finding(_name(check), "missing", f"{type(error).__name__}: {error}", INSTALL))
+            name = getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
+            why = in_one_line(error)
+            found, remedy = (f"{type(error).__name__}: {error}", INSTALL) if why is None else (why, "")
+            findings.append(Finding(name, "missing", found, remedy))
     return findings
-
-
-def _name(check: Callable[[], list[Finding]]) -> str:
-    return getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
 
 
 def healthy(findings: Sequence[Finding]) -> bool:

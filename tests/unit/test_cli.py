@@ -285,6 +285,10 @@ GONE = httpx.ConnectError("[Errno 111] refused [/foo]\nmore", request=httpx.Requ
         (httpx.ReadTimeout(""), "error: a server did not answer: ReadTimeout"),
         (PermissionError(13, "Permission denied", "/x/[y]"), "error: /x/[y]: Permission denied"),
         (
+            FileNotFoundError(2, "No temporary directory in ['/tmp']"),
+            "error: No temporary directory in ['/tmp']: set TMPDIR to a folder that can be written to",
+        ),
+        (
             OSError(errno.ENOSPC, "No space left on device"),  # which does not say what for
             "error: No space left on device: make room for what this command writes or prints",
         ),

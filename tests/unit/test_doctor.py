@@ -131,16 +131,25 @@ def test_an_sglang_that_does_not_load_is_not_called_another_version(monkeypatch:
     assert finding.state == "missing" and "import of sglang.srt.managers.scheduler" in finding.found
 
 
-def test_a_home_that_cannot_be_written_is_no_fault_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes a folder there when it is imported."""
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (PermissionError(13, "Permission denied", "/home/somebody"), "/home/somebody: Permission denied"),
+        (FileNotFoundError(2, "No temporary folder"), "No temporary folder: set TMPDIR"),
+    ],
+)
+def test_folders_that_cannot_be_written_to_are_no_fault_of_sglang(
+    error: OSError, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes some when it is imported."""
 
     def apply_all() -> None:
-        raise PermissionError(13, "Permission denied", "/home/somebody")
+        raise error
 
     monkeypatch.setattr(patches, "targets", [])
     monkeypatch.setattr(patches, "apply_all", apply_all)
-    (finding,) = doctor.check_engine()
-    assert "/home/somebody" in finding.found and "XDG_CACHE_HOME" in finding.remedy
+    (finding,) = doctor.examine([doctor.check_engine])
+    assert finding.found.startswith(found) and not finding.remedy
 
 
 @pytest.mark.parametrize("value", ['{"policy": ', '{"policy": "fastest"}'])
