@@ -387,6 +387,7 @@ def test_processes_that_come_and_go_are_no_load_of_others(monkeypatch: pytest.Mo
         return [SimpleNamespace(user=worked_s)]
 
     monkeypatch.setattr(load, "_own_processors", lambda: {0})
+    monkeypatch.setattr(load, "least_quota", lambda: None)
     monkeypatch.setattr(host_load, "_server", family)
     monkeypatch.setattr(host_load.psutil, "cpu_times", cores)
     monkeypatch.setattr(host_load.time, "perf_counter", lambda: now_s)
@@ -420,6 +421,7 @@ def test_a_full_disk_keeps_what_was_kept_and_nothing_else(
 
 def test_a_host_that_loses_cores_or_tells_nothing_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "_own_processors", lambda: {0, 3})
+    monkeypatch.setattr(load, "least_quota", lambda: None)
     monkeypatch.setattr(host_load, "_server", list)
     told = [SimpleNamespace(user=10.0)]
     monkeypatch.setattr(host_load.psutil, "cpu_times", lambda percpu: told)
