@@ -114,9 +114,12 @@ class RequestSLO:
         return SLO(self.slo_class, tpot_s, self.ttft_s, self.tenant)
 
     def in_params(self, custom_params: Mapping[str, Any] | None) -> dict[str, Any]:
-        """SGLang's ``custom_params`` with this SLO in place of what the client wrote about SLOs."""
+        """SGLang's ``custom_params`` with this SLO in place of what the client wrote about SLOs.
+
+        It can be written as JSON, as SGLang does in its logs of requests."""
         kept = {k: v for k, v in (custom_params or {}).items() if k not in (*OWN_KEYS, "nvext")}
-        return kept | {WIRE_KEY: asdict(self)}
+        wire = {name: value for name, value in asdict(self).items() if value != math.inf}  # JSON has none
+        return kept | {WIRE_KEY: wire}
 
     @classmethod
     def from_params(cls, custom_params: Mapping[str, Any] | None) -> RequestSLO:

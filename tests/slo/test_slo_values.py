@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from hashlib import sha256
 from pathlib import Path
@@ -396,6 +397,8 @@ def test_what_reaches_the_scheduler_is_what_was_resolved(
     params = asked.in_params(body)
     assert params.keys() == {"my_processor", "adaserve_slo"}
     assert RequestSLO.from_params(msgspec.msgpack.decode(msgspec.msgpack.encode(params))) == asked
+    logged = json.dumps(params, allow_nan=False)  # as of --log-requests-format json
+    assert RequestSLO.from_params(json.loads(logged)) == asked
 
 
 @given(st.dictionaries(st.text(max_size=12), st.one_of(st.text(), st.integers(), st.floats(), st.booleans())))
