@@ -2,7 +2,8 @@
 
 Why: ``/server_info`` shows how the server was started, and with it the keys: every user read the admin's
 there, and on a server with an admin key alone everybody did. What SGLang already hides there (the keys of
-watermarks) shows where the others belong.
+watermarks) shows where the others belong. Files of --crash-dump-folder hold the same settings, and there it
+hides nothing as long as there are no watermarks.
 
 SGLang compares keys as texts, which Python does for ASCII alone. So whoever sent ``Bearer é`` to a server
 with a key got 500, and the log a traceback.
@@ -27,6 +28,8 @@ def register() -> None:
     core = "sglang.srt.sampling.watermarking.core"
     hook(f"{core}.redact_watermark_secrets", _hide, HookType.AROUND, always=True)
     hook(f"{core}.redact_watermark_command_line", _hide_in_command, HookType.AROUND, always=True)
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hook(f"{manager}._server_args_for_dump", _dumped, HookType.AROUND, always=True)
     hook("sglang.srt.utils.auth.decide_request_auth", _decide, HookType.AROUND, always=True)
 
 
@@ -42,6 +45,12 @@ def _hide(original: Callable[..., Any], value: Any, **more: Any) -> Any:
 
 def _hide_in_command(original: Callable[..., str], argv: Sequence[str], *rest: Any, **more: Any) -> str:
     return original(list(without_secrets(argv)), *rest, **more)
+
+
+def _dumped(_: Callable[..., Any], self: Any) -> dict[str, Any]:
+    from sglang.srt.sampling.watermarking import core
+
+    return dict(core.redact_watermark_secrets(self.server_args.resolved_dict()))
 
 
 def _decide(original: Callable[..., Any], *, path: str, authorization_header: str | None, **more: Any) -> Any:

@@ -161,6 +161,7 @@ TARGETS = {
     ],
     "sglang.srt.sampling.watermarking.core.redact_watermark_secrets": ["value", "in_watermark_config"],
     "sglang.srt.sampling.watermarking.core.redact_watermark_command_line": ["argv", "watermark_config"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager._server_args_for_dump": ["self"],
     "sglang.srt.utils.auth.decide_request_auth": [
         "method", "path", "authorization_header", "api_key", "admin_api_key", "auth_level",
     ],
@@ -245,6 +246,7 @@ ALWAYS = {
     f"{MANAGERS}.schedule_batch.Req.update_finish_state",
     "sglang.srt.sampling.watermarking.core.redact_watermark_secrets",
     "sglang.srt.sampling.watermarking.core.redact_watermark_command_line",
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager._server_args_for_dump",
     "sglang.srt.utils.auth.decide_request_auth",
     "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
     "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses",

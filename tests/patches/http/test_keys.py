@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.sampling.watermarking.core import redact_watermark_command_line, redact_watermark_secrets
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
-from adaserve.patches.http.keys import _decide, _hide, _hide_in_command
+from adaserve.patches.http.keys import _decide, _dumped, _hide, _hide_in_command
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +68,15 @@ def test_what_a_server_says_about_itself_holds_no_key() -> None:
     told = _hide(inspect.unwrap(redact_watermark_secrets), settings)
     assert told == settings | {"api_key": "<redacted>", "admin_api_key": "<redacted>"}
     assert settings["api_key"] == "user's", "the server needs it"
+
+
+def test_nor_does_the_dump_of_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = "sglang.srt.sampling.watermarking.core.redact_watermark_secrets"
+    monkeypatch.setattr(core, partial(_hide, inspect.unwrap(redact_watermark_secrets)))
+    args = ServerArgs(model_path="none", api_key="user's", admin_api_key="root's")
+    dump = _dumped(lambda manager: manager.server_args, SimpleNamespace(server_args=args))
+    assert dump["model_path"] == "none"
+    assert b"user's" not in pickle.dumps(dump) and b"root's" not in pickle.dumps(dump)
 
 
 @pytest.mark.parametrize(
