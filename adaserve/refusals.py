@@ -262,6 +262,11 @@ def _of_cpus(args: Any, config: AdaServeConfig) -> Refusals:
         "SGLang times its forwards on GPUs only: remove --enable-forward-pass-metrics",
     )
     yield (
+        config.cpu_weights != "off" and bool(args.debug_tensor_dump_output_folder or args.forward_hooks),
+        "AdaServe's kernels call no modules of the model, so hooks would see nothing: add "
+        "--adaserve-cpu-weights off, or remove --debug-tensor-dump-output-folder and --forward-hooks",
+    )
+    yield (
         args.enable_strict_thinking,
         "SGLang filters the tokens of thoughts on GPUs only: remove --enable-strict-thinking",
     )

@@ -36,7 +36,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         tokenizer_worker_num=1, api_key=None, admin_api_key=None, grpc_port=None,
         smg_grpc_mode=False, grpc_mode=False, dp_size=1, reasoning_parser=None, grammar_backend="xgrammar",
         enable_strict_thinking=False, enable_memory_saver=False, is_embedding=False,
-        enable_forward_pass_metrics=False,
+        enable_forward_pass_metrics=False, debug_tensor_dump_output_folder=None, forward_hooks=None,
         attention_backend="adaserve_cpu", prefill_attention_backend=None, decode_attention_backend=None,
         log_level="INFO", log_level_http=None, max_prefill_tokens=1, prefill_max_requests=None,
         max_queued_requests=None, decode_log_interval=40, watchdog_timeout=300.0, model_path="target",
@@ -58,6 +58,7 @@ def test_what_is_supported_passes() -> None:
     for flag in ("enable_strict_thinking", "enable_memory_saver", "enable_forward_pass_metrics"):
         refuse_unsupported(arguments(device="cuda", **{flag: True}), AdaServeConfig())
     refuse_unsupported(arguments(speculative_draft_model_path=None), AdaServeConfig(drafts="suffix"))
+    refuse_unsupported(arguments(forward_hooks=[{"name": "norms"}]), AdaServeConfig(cpu_weights="off"))
 
 
 def test_medusa_heads_draft_in_place_of_a_model() -> None:
@@ -290,6 +291,8 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
         ({"enable_strict_thinking": True}, "--enable-strict-thinking"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"enable_forward_pass_metrics": True}, "--enable-forward-pass-metrics"),
+        ({"debug_tensor_dump_output_folder": "dumps"}, "add --adaserve-cpu-weights off"),
+        ({"forward_hooks": [{"name": "norms"}]}, "remove --debug-tensor-dump-output-folder"),
         ({"is_embedding": True}, "--is-embedding"),
         ({"attention_backend": "triton"}, "remove --attention-backend"),
         ({"prefill_attention_backend": "torch_native"}, "--prefill-attention-backend"),
