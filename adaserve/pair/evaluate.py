@@ -17,6 +17,7 @@ from torch.nn import functional as fn
 
 from adaserve.checkpoints.draft_kind import draft_kind, medusa_folder
 from adaserve.checkpoints.medusa import load_medusa
+from adaserve.host.files import write_json
 from adaserve.noise import request_key
 from adaserve.pair.calibration import misjudged
 from adaserve.pair.candidates import Drafter, ModelDrafter, Trees, draft_trees
@@ -333,4 +334,4 @@ def write_acceptance(report: dict[str, Any], draft: Path) -> None:
         "acceptance": cells,
         "contexts": report["contexts"],
     }
-    (draft / FILE_NAME).write_text(json.dumps(table, indent=1) + "\n")
+    write_json(draft / FILE_NAME, table)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from adaserve.checkpoints.fingerprint import fingerprint
+from adaserve.host.files import write_json
 from adaserve.pair import distill, runs, train
 from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare
@@ -67,7 +67,7 @@ def ensure_corpus(work: Path, *, seed: int, start: Path | None = None) -> Path:
 def _take_vocabulary(model: Path, corpus: Path) -> None:
     """Another interpreter's library would give another vocabulary, and trained weights need theirs."""
     if not (corpus / TOKENIZER_FILES[0]).exists():
-        for file in TOKENIZER_FILES:
+        for file in reversed(TOKENIZER_FILES):  # the one that is asked for last: where it is, all are there
             shutil.copy(model / file, corpus / file)
     elif not same_vocabulary(corpus, model):
         raise PairError(
@@ -89,7 +89,8 @@ def train_pair(work: Path, recipe: Recipe) -> Path:
     run = _target_run(corpus, out / "target", recipe)
     if recipe.target_minutes == 0:
         assert recipe.start is not None
-        shutil.copytree(recipe.start / "target", pair / "target", dirs_exist_ok=True)
+        shutil.rmtree(pair / "target", ignore_errors=True)  # an earlier run's may have other files
+        shutil.copytree(recipe.start / "target", pair / "target")
     else:
         if not (run.out / PLAIN_NAME).exists():
             train.train_target(run)
@@ -100,7 +101,7 @@ def train_pair(work: Path, recipe: Recipe) -> Path:
     settle(run.out, corpus, pair / "draft")
     write_prompts(corpus, pair / "prompts.jsonl.gz", seed=recipe.seed)
     report = evaluate(pair, corpus, rows=32, new=128, seed=recipe.seed, threads=recipe.threads)
-    (pair / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(pair / "report.json", report)
     write_acceptance(report, pair / "draft")
     runs.finish(out, settings)
     return pair
@@ -169,7 +170,7 @@ def export_heads(
     if kind == MEDUSA:
         shipped = train_medusa(run, pair, written_tokens=written_tokens)
     else:
-        train_eagle(run, pair, written_tokens=written_tokens, shape=shape)
-        pack(run.out, shipped := work / "pair" / kind)
+        head = train_eagle(run, pair, written_tokens=written_tokens, shape=shape)
+        pack(head, shipped := work / "pair" / kind)
     runs.finish(out, settings)
     return shipped

@@ -58,7 +58,7 @@ def copy_companions(source: Path, out: Path) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    return (folder / PACKED_NAME).exists() or (folder / PLAIN_NAME).exists()
+    return any(folder.glob("*.safetensors"))
 
 
 def is_whole(folder: Path) -> bool:

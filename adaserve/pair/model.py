@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
+from adaserve.host.files import write_json
 from adaserve.pair.folders import PLAIN_NAME
-from adaserve.pair.packed import read_weights
+from adaserve.pair.packed import read_weights, save_tensors
 from adaserve.pair.shape import NORM_EPS, Shape, hf_config, require_family, shape_of
 
 
@@ -155,8 +155,8 @@ def save_checkpoint(tensors: dict[str, Tensor], config: dict[str, Any], folder: 
     if not all(torch.isfinite(t).all() for t in halves.values()):
         raise ValueError("weights do not fit into float16")
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(halves, folder / PLAIN_NAME, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)
+    save_tensors(halves, folder / PLAIN_NAME)  # last: where it is, all is there
 
 
 def load_hf(folder: Path, rope_theta: float | None = None) -> TinyLlama:

@@ -6,14 +6,15 @@ uses them, so nothing is lost between the repository and the server.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from adaserve.host.files import write_whole
 from adaserve.pair.folders import PACKED_NAME, PLAIN_NAME, PairError, copy_companions, has_weights
 
 _SCALE = ".scale"
@@ -31,23 +32,34 @@ def dequantised(values: Tensor, scale: Tensor) -> Tensor:
     return (values.float() * scale.float()[:, None]).to(torch.float16)
 
 
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Replaces a safetensors file; others may read it as they may read any new file, unlike what safetensors
+    writes itself. Raises OSError with a name."""
+    write_whole(file, save(dict(tensors), {"format": "pt"}))
+
+
 def pack(source: Path, out: Path) -> None:
     """Writes a plain model folder (its config, tokenizer and so on included) in the shipped form."""
+    _pack(read_weights(source), source, out)
+
+
+def _pack(weights: Mapping[str, Tensor], companions: Path, out: Path) -> None:
     tensors: dict[str, Tensor] = {}
-    for name, weight in load_file(source / PLAIN_NAME).items():
+    for name, weight in weights.items():
         if weight.ndim == 2:
             tensors[name], tensors[name + _SCALE] = quantised(weight)
         else:
             tensors[name] = weight.to(torch.float16) if weight.is_floating_point() else weight
-    copy_companions(source, out)
-    save_file(tensors, out / PACKED_NAME)
+    copy_companions(companions, out)
+    save_tensors(tensors, out / PACKED_NAME)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """float16 weights by Hugging Face's names, from the packed or the plain form. Raises PairError for a file
-    that is damaged."""
+    """Weights by Hugging Face's names, from the packed form (float16) or the plain one, in one file or
+    several. Raises PairError for a file that is damaged."""
     if not (folder / PACKED_NAME).exists():
-        return _load(folder / PLAIN_NAME)
+        files = sorted(folder.glob("*.safetensors")) or [folder / PLAIN_NAME]
+        return {name: weight for file in files for name, weight in _load(file).items()}
     stored = _load(folder / PACKED_NAME)
     return {
         name: dequantised(weight, stored[name + _SCALE]) if name + _SCALE in stored else weight
@@ -67,7 +79,7 @@ def unpack(source: Path, out: Path) -> None:
     """Writes a folder that Hugging Face's and SGLang's loaders read."""
     weights = read_weights(source)
     copy_companions(source, out)
-    save_file(weights, out / PLAIN_NAME, metadata={"format": "pt"})
+    save_tensors(weights, out / PLAIN_NAME)
 
 
 def average(first: Path, second: Path, share: float, out: Path) -> None:
@@ -86,8 +98,4 @@ def average(first: Path, second: Path, share: float, out: Path) -> None:
     if not all(w.is_floating_point() or w.equal(others[n]) for n, w in weights.items()):
         raise PairError(f"{first} and {second} hold heads that know different tokens, which have no average")
     mixed = {n: w.float().lerp(others[n].float(), share).to(w.dtype) for n, w in weights.items()}
-    with TemporaryDirectory() as name:
-        plain = Path(name)
-        copy_companions(first, plain)
-        save_file(mixed, plain / PLAIN_NAME)
-        pack(plain, out)
+    _pack(mixed, first, out)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +22,14 @@ from rich.progress import (
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
+from adaserve.host.files import write_whole
 from adaserve.pair.data import Batches, open_stream
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import make_optimizers
 from adaserve.pair.schedule import FIRST, FURTHER, HEAD_PHASES, Clock, Phase, learning_rate
 from adaserve.pair.shape import ROPE_THETA, TARGET
 
-CHECKPOINT_EVERY_S = 240.0
+CHECKPOINT_EVERY_S = 60.0
 MATRIX_LR, VECTOR_LR = 0.02, 0.004
 
 
@@ -113,9 +114,9 @@ class Trainer:
             "used_tokens": self.batches.used_tokens,
             "elapsed_s": self.clock.elapsed_s,
         }
-        partial = self.run.out / "checkpoint.partial"
-        torch.save(state, partial)
-        os.replace(partial, self.run.out / "checkpoint.pt")
+        data = io.BytesIO()
+        torch.save(state, data)
+        write_whole(self.run.out / "checkpoint.pt", data.getvalue())
         self._saved_at = self.clock.elapsed_s
 
     def train_step(self) -> float:

@@ -75,9 +75,9 @@ def fast_products() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if fast else nullcontext()
 
 
-def train_eagle(run: Run, pair: Path, *, written_tokens: int, shape: HeadShape) -> None:
-    """An EAGLE-3 head for ``pair/target``, written to ``run.out``. ``run.start``: a head to go on from,
-    with ``shape``'s KV heads and otherwise as it is."""
+def train_eagle(run: Run, pair: Path, *, written_tokens: int, shape: HeadShape) -> Path:
+    """An EAGLE-3 head for ``pair/target``, in the folder that is returned. ``run.start``: a head to go on
+    from, with ``shape``'s KV heads and otherwise as it is."""
     target, text = lessons(run, pair / "target", written_tokens)
     if run.start is None:
         streams = [run.corpus / "train.bin", run.out / "written.bin"]
@@ -90,4 +90,5 @@ def train_eagle(run: Run, pair: Path, *, written_tokens: int, shape: HeadShape) 
             return unrolled_loss(head, observe(target, window[:, :-1], head.shape.layers), STEPS)
 
     Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), head, text, loss).fit("EAGLE-3 head")
-    save_head(head, run.out)
+    save_head(head, done := run.out / "head")
+    return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from adaserve.cli import app
 from adaserve.pair import export, runs
 from adaserve.pair.eagle import HeadShape
 from adaserve.pair.folders import HEAD, PairError, weights_folder
+from adaserve.pair.train import Run
 
 
 def test_the_same_run_goes_on_until_it_is_finished(tmp_path: Path) -> None:
@@ -42,13 +44,13 @@ def test_a_run_that_noted_no_settings_is_refused(tmp_path: Path) -> None:
 def test_heads_go_on_from_their_own_checkpoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[HeadShape] = []
 
-    def train_eagle(run: object, pair: Path, *, written_tokens: int, shape: HeadShape) -> None:
+    def train_eagle(run: Run, pair: Path, *, written_tokens: int, shape: HeadShape) -> Path:
         trained.append(shape)
         if len(trained) == 1:
             raise KeyboardInterrupt
+        return shutil.copytree(pair / HEAD, run.out / "head")
 
     monkeypatch.setattr(export, "train_eagle", train_eagle)
-    monkeypatch.setattr(export, "pack", lambda *_: None)
     (tmp_path / "corpus").mkdir()
     for name in ("train.jsonl", "tokens.json"):
         (tmp_path / "corpus" / name).touch()
@@ -66,7 +68,8 @@ def test_heads_go_on_from_their_own_checkpoint_only(tmp_path: Path, monkeypatch:
     assert tokenizer.read_bytes() == (weights_folder() / "target" / "tokenizer.json").read_bytes()
     with pytest.raises(PairError, match="mlp was 64, is 32"):
         head(32)
-    assert head(64) == tmp_path / "pair" / HEAD
+    files = {file.name for file in head(64).iterdir()}
+    assert files == {file.name for file in (weights_folder() / HEAD).iterdir()}, "nothing of the run"
     with pytest.raises(PairError, match="finished"):
         head(64)
     assert [shape.mlp for shape in trained] == [64, 64]

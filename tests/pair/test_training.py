@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,10 +78,27 @@ def test_learns_and_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest
     assert abs(second.train_step() - first.train_step()) < 0.05
 
 
+def test_a_full_disk_is_named_and_the_earlier_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trainer(make_run(tmp_path, minutes=60))
+    one.save_checkpoint()
+
+    def full(part: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*checkpoint\.pt'"):
+        one.save_checkpoint()
+    assert [file.name for file in one.run.out.iterdir()] == ["checkpoint.pt"]
+
+
 def test_saved_weights_are_float16_numbers(tmp_path: Path) -> None:
+    """Others may read them as they may read any file of the folder."""
     save_hf(random_model(), tmp_path)
     loaded = load_hf(tmp_path)
     assert all((p == p.half().float()).all() for p in loaded.parameters())
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
 
 
 def test_cached_generation_is_the_plain_forward() -> None:
@@ -245,12 +265,26 @@ def test_long_texts_are_fed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_trained_weights_need_text_in_their_own_vocabulary(tmp_path: Path) -> None:
+def test_trained_weights_need_text_in_their_own_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files of it, also where an earlier run was killed while it took them."""
     corpus, start = tmp_path / "corpus", weights_folder()
     corpus.mkdir()
     (corpus / "train.jsonl").touch()
     (corpus / "tokens.json").touch()
-    ensure_corpus(tmp_path, seed=0, start=start)
+    copy = shutil.copy
+    for kills in (True, False):
+
+        def killed(source: Path, out: Path, kills: bool = kills) -> None:
+            copy(source, out)
+            if kills:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(shutil, "copy", killed)
+        with suppress(KeyboardInterrupt):
+            ensure_corpus(tmp_path, seed=0, start=start)
+    assert all((corpus / name).exists() for name in export.TOKENIZER_FILES)
     assert load_tokenizer(corpus).to_str() == load_tokenizer(start / "target").to_str()
     (corpus / "tokenizer.json").write_text("{}")
     with pytest.raises(PairError, match="another vocabulary"):
@@ -276,8 +310,11 @@ def test_a_draft_goes_on_while_its_target_stays(tmp_path: Path, monkeypatch: pyt
         0, 0.01, 250_000, seed=0, threads=1, compile=False, bf16=False, stage=Stage(phases, phases, 0.5),
         start=start,
     )  # fmt: skip
+    (tmp_path / "pair" / "target").mkdir(parents=True)
+    (tmp_path / "pair" / "target" / PLAIN_NAME).touch()
     pair = train_pair(tmp_path, recipe)
     packed = Path("target") / PACKED_NAME
+    assert not (pair / "target" / PLAIN_NAME).exists(), "an earlier run's"
     assert (pair / packed).read_bytes() == (start / packed).read_bytes()
     before, after = load_hf(start / "draft"), load_hf(pair / "draft")
     assert not torch.equal(before.embed.weight, after.embed.weight)
