@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from enum import StrEnum
 from pathlib import Path
@@ -16,9 +15,9 @@ from adaserve.checkpoints.draft_kind import read_config
 from adaserve.commands import empty_folder, given, new_file, new_folder
 from adaserve.host.cache import cache_folder
 from adaserve.host.cores import usable_cores
+from adaserve.host.files import write_json
 from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, has_weights, weights_folder
-from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
-from adaserve.pair.vocabulary import VOCAB_SIZE
+from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, require_family, shape_of
 from adaserve.terminal import say
 
 app = typer.Typer(help="Train, measure and widen the embedded target and draft.", no_args_is_help=True)
@@ -62,6 +61,7 @@ def _with_target(pair: Path | None) -> Path:
     folder = pair if pair is not None else weights_folder()
     if not has_weights(folder / "target"):
         raise PairError(f"{folder} holds no target: give a folder with target/ and draft/")
+    require_family(read_config(folder / "target"))
     return folder
 
 
@@ -155,18 +155,13 @@ def train_head(
     ] = 400_000,
     vocabulary: Annotated[
         int,
-        typer.Option(
-            min=16, max=VOCAB_SIZE, help="Tokens that the head can propose: the most frequent ones."
-        ),
+        typer.Option(min=16, help="Tokens that the head can propose: the most frequent ones."),
     ] = HEAD_VOCABULARY,
     mlp: Annotated[
-        int, typer.Option(min=16, max=TARGET.mlp, help="Width of the head's MLP, at most the target's.")
+        int, typer.Option(min=16, help="Width of the head's MLP, at most the target's.")
     ] = HEAD_MLP,
     kv_heads: Annotated[
-        int,
-        typer.Option(
-            min=1, max=TARGET.kv_heads, help="KV heads, each with as many query heads as one of the target's."
-        ),
+        int, typer.Option(min=1, help="KV heads, each with as many query heads as one of the target's.")
     ] = HEAD_KV_HEADS,
     go_on: Annotated[
         bool, typer.Option("--go-on", help="Start from the pair's head, at half the learning rates.")
@@ -184,8 +179,11 @@ def train_head(
 
     _refuse_unused(context, kind, go_on)
     folder = _with_target(pair)
+    shape = HeadShape(vocab=vocabulary, mlp=mlp, kv_heads=kv_heads)
+    if kind is HeadKind.eagle3 and not go_on:  # which keeps the size of the head that there is
+        shape.require_target(shape_of(read_config(folder / "target")))
     head = export_heads(
-        kind, _work(work), folder, HeadShape(vocab=vocabulary, mlp=mlp, kv_heads=kv_heads),
+        kind, _work(work), folder, shape,
         minutes=minutes, written_tokens=written_tokens, seed=seed, threads=threads,
         start=_trained(folder, kind, kv_heads) if go_on else None,
     )  # fmt: skip
@@ -274,7 +272,7 @@ def evaluate_pair(
             write_acceptance(report, folder / draft)
         _print_report(report)
     if out is not None:
-        out.write_text(json.dumps(reports, indent=1) + "\n")
+        write_json(out, reports)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 
 from adaserve.checkpoints.draft_kind import EAGLE3
+from adaserve.pair.folders import PairError
 from adaserve.pair.model import Block, RMSNorm, TinyLlama, most_used_columns, rope, rotate, save_checkpoint
 from adaserve.pair.packed import read_weights
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, Shape, hf_config
@@ -44,6 +45,20 @@ class HeadShape:
             head_width=target.head_dim,
             tied=False,
         )
+
+    def require_target(self, target: Shape) -> None:
+        """Raises PairError for a target that has less than the head takes from it."""
+        for what, taken, has in (
+            ("layers", max(self.layers) + 1, target.layers),
+            ("tokens", self.vocab, target.vocab),
+            ("MLP columns", self.mlp, target.mlp),
+            ("KV heads", self.kv_heads, target.kv_heads),
+        ):
+            if taken > has:
+                raise PairError(
+                    f"the head takes {taken} {what} from its target, which has {has}: give a smaller head or "
+                    "a larger target"
+                )
 
     def parameters(self, target: Shape) -> int:
         """Of the whole head, whose embedding is the target's."""

@@ -73,7 +73,10 @@ def hf_config(shape: Shape) -> dict[str, Any]:
 
 
 _OTHER = "is not of the embedded family: give a Llama model with the settings of the embedded target"
-_ALIKE = ("architectures", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias")
+_ALIKE = (
+    "architectures", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings",
+    "bos_token_id", "eos_token_id",
+)  # fmt: skip
 """In all models of the family."""
 
 

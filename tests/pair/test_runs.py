@@ -98,6 +98,13 @@ def test_a_head_to_go_on_from_is_looked_at_before_the_corpus_is_made(tmp_path: P
     assert not (tmp_path / "work").exists()
 
 
+def test_a_head_that_is_larger_than_its_target_is_refused(tmp_path: Path) -> None:
+    words = ["pair", "train-head", "--work", str(tmp_path / "work"), "--mlp", "800"]
+    got = CliRunner().invoke(app, words)
+    assert got.exit_code == 2 and "takes 800 MLP columns from its target, which has 768" in got.output
+    assert not (tmp_path / "work").exists()
+
+
 def test_what_was_trained_is_measured_where_it_was_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

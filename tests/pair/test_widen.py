@@ -208,6 +208,8 @@ def test_written_parameters_match_the_shape(tmp_path: Path) -> None:
     ("changed", "why"),
     [
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings False"),
+        ({"eos_token_id": 2}, "eos_token_id 2"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
         ({"num_key_value_heads": None}, "without num_key_value_heads"),
         ({"rope_theta": None}, "without rope_theta"),
@@ -240,6 +242,7 @@ def test_shards_hold_every_tensor_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(shards) > 1
     assert {n: f for f, tensors in shards.items() for n in tensors} == index["weight_map"]
     assert not list((tmp_path / "wide").glob("part-*"))
+    torch.testing.assert_close(*(logits(tmp_path / n, TOKENS) for n in ("small", "wide")), rtol=0, atol=1e-5)
 
 
 def test_transformers_reads_it_and_agrees(tmp_path: Path) -> None:
