@@ -275,14 +275,25 @@ def evaluate_pair(
         write_json(out, reports)
 
 
+_COLUMNS = {
+    "category": "category",
+    "temperature": "T",
+    "distinct_8_grams": "distinct",
+    "top_1_agrees": "top-1",
+    "accepted_w1": "w=1",
+    "accepted_w2": "w=2",
+    "accepted_w3": "w=3",
+    "accepted_w3_without_noise": "w=3, noise unknown",
+}
+"""Of the table of accepted tokens: names in a report, and titles that fit into 80 columns."""
+
+
 def _print_report(report: dict[str, Any]) -> None:
     for kind, losses in report.get("held_out_loss", {}).items():
         console.print(f"held-out loss, {kind}: {losses}")
-    columns = ["category", "temperature", "distinct_8_grams", "top_1_agrees"]
-    columns += ["accepted_w1", "accepted_w2", "accepted_w3", "accepted_w3_without_noise"]
-    table = Table(*columns, title="Trees of depth 4, accepted tokens without the bonus token")
+    table = Table(*_COLUMNS.values(), title="Trees of depth 4, accepted tokens without the bonus token")
     for row in report["acceptance"]:
-        table.add_row(*(str(row[c]) for c in columns))
+        table.add_row(*(str(row[c]) for c in _COLUMNS))
     console.print(table)
     if report["contexts"]:  # not of heads
         _print_contexts(report["contexts"])

@@ -58,7 +58,8 @@ def copy_companions(source: Path, out: Path) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors"))
+    """Whether a model is there: packed, or plain in one file or several. Medusa heads are none."""
+    return any((folder / name).exists() for name in (PACKED_NAME, PLAIN_NAME, f"{PLAIN_NAME}.index.json"))
 
 
 def is_whole(folder: Path) -> bool:

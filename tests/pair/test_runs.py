@@ -125,9 +125,14 @@ def test_what_was_trained_is_measured_where_it_was_put(
 
 
 def test_heads_have_no_table_of_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are measured after short texts alone."""
-    report: dict[str, Any] = {"acceptance": [], "contexts": [], "draft_temperature": {}, "reliability": {}}
+    """They are measured after short texts alone. The columns of that table can be told apart."""
+    row = {
+        "category": "summarization", "temperature": 0.7, "distinct_8_grams": 0.9, "top_1_agrees": 0.7,
+        "accepted_w1": 1.1, "accepted_w2": 1.2, "accepted_w3": 1.3, "accepted_w3_without_noise": 1.05,
+    }  # fmt: skip
+    report: dict[str, Any] = {"acceptance": [row], "contexts": [], "draft_temperature": {}, "reliability": {}}
     monkeypatch.setattr("adaserve.pair.evaluate.evaluate", lambda *_, **__: report)
     got = CliRunner().invoke(app, ["pair", "eval", "--only", "eagle3"])
     assert got.exit_code == 0 and "Trees of depth 4" in got.output, got.output
     assert "long texts" not in got.output
+    assert "w=1" in got.output and "…" not in got.output, got.output

@@ -29,7 +29,7 @@ from adaserve.pair.evaluate import (
     reliability,
 )
 from adaserve.pair.export import Recipe, ensure_corpus, train_pair
-from adaserve.pair.folders import PACKED_NAME, PLAIN_NAME, PairError, weights_folder
+from adaserve.pair.folders import MEDUSA, PACKED_NAME, PLAIN_NAME, PairError, weights_folder
 from adaserve.pair.generate import Cache, extend, generate
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import orthogonalised
@@ -335,7 +335,8 @@ def test_an_average_lies_between_two_models(tmp_path: Path) -> None:
         wanted = 0.75 * first[name] + 0.25 * second[name]
         assert (weight - wanted).abs().max() <= 0.01 * wanted.abs().max() + 1e-3
     save_hf(random_model(shape=replace(TINY, mlp=32)), tmp_path / "d")
-    for other, reason in (("d", "different shapes"), ("e", "holds no model")):
+    medusa = weights_folder() / MEDUSA
+    for other, reason in (("d", "different shapes"), ("e", "holds no model"), (medusa, "holds no model")):
         with pytest.raises(PairError, match=reason):
             average(tmp_path / "a", tmp_path / other, 0.25, tmp_path / "f")
 
