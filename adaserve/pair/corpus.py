@@ -105,7 +105,8 @@ def download(source: Source, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pin = folder / "requirement.txt"
     pin.write_text(f"{source.name}=={source.version} --hash=sha256:{source.sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:",
+    # Not ":all:", by which pip would also build what it needs to read the source's metadata: Cython, for one.
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", source.name,
                "--require-hashes", "-r", str(pin), "-d", str(folder)]  # fmt: skip
     failed = subprocess.run(command, check=False).returncode
     pin.unlink()

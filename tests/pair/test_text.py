@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,11 +154,19 @@ def test_prompt_file_is_small() -> None:
 def test_a_source_that_pip_cannot_fetch_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is pip asked to build what it reads the source's metadata with, which takes it many minutes."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    source = load_sources()[0]
+    source, run, asked = load_sources()[0], subprocess.run, list[str]()
+
+    def ask(command: list[str], **more: Any) -> Any:
+        asked.extend(command)
+        return run(command, **more)
+
+    monkeypatch.setattr(subprocess, "run", ask)
     with pytest.raises(PairError, match=f"pip could not fetch {source.name} {source.version}"):
         corpus.download(source, tmp_path)
     assert not list(tmp_path.iterdir())
+    assert asked[asked.index("--no-binary") + 1] == source.name
 
 
 def test_a_corpus_that_was_interrupted_is_no_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
