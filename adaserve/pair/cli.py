@@ -56,12 +56,13 @@ def _work(folder: Path | None) -> Path:
     return folder if folder is not None else cache_folder() / "pair-training"
 
 
-def _with_target(pair: Path | None) -> Path:
-    """The pair to train: refused now, not once the corpus is there. Raises PairError."""
+def _with(pair: Path | None, *models: str) -> Path:
+    """The pair to train from: refused now, not once the corpus is there. Raises PairError."""
     folder = pair if pair is not None else weights_folder()
-    if not has_weights(folder / "target"):
-        raise PairError(f"{folder} holds no target: give a folder with target/ and draft/")
-    require_family(read_config(folder / "target"))
+    for model in models:
+        if not has_weights(folder / model):
+            raise PairError(f"{folder} holds no {model}: give a folder with {' and '.join(models)} in it")
+        require_family(read_config(folder / model))
     return folder
 
 
@@ -133,7 +134,7 @@ def extend(
     """
     from adaserve.pair.schedule import LONG
 
-    start = _with_target(pair)
+    start = _with(pair, "target", "draft")
     work = _work(work)
     _train(work, minutes, draft_minutes, written_tokens, seed, threads, compile, bf16, LONG, start)
 
@@ -178,7 +179,7 @@ def train_head(
     from adaserve.pair.export import export_heads
 
     _refuse_unused(context, kind, go_on)
-    folder = _with_target(pair)
+    folder = _with(pair, "target")
     shape = HeadShape(vocab=vocabulary, mlp=mlp, kv_heads=kv_heads)
     if kind is HeadKind.eagle3 and not go_on:  # which keeps the size of the head that there is
         shape.require_target(shape_of(read_config(folder / "target")))
