@@ -18,7 +18,7 @@ from torch.nn import functional as fn
 from adaserve.pair.data import Batches, open_stream
 from adaserve.pair.generate import generate
 from adaserve.pair.model import Block, TinyLlama, load_hf, most_used_columns, save_hf
-from adaserve.pair.shape import DRAFT, ROPE_THETA, Shape
+from adaserve.pair.shape import DRAFT, Shape
 from adaserve.pair.train import Run, Trainer
 
 SHARPENED = 0.4
@@ -104,7 +104,7 @@ def lessons(run: Run, target_folder: Path, written_tokens: int) -> tuple[TinyLla
 
 def train_draft(run: Run, target_folder: Path, *, written_tokens: int) -> None:
     target, text = lessons(run, target_folder, written_tokens)
-    draft = sliced(target, DRAFT) if run.start is None else load_hf(run.start / "draft", ROPE_THETA)
+    draft = sliced(target, DRAFT) if run.start is None else load_hf(run.start / "draft")
 
     def loss(window: Tensor) -> Tensor:
         return distillation_loss(draft, target, window[:, :-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +158,11 @@ def save_checkpoint(tensors: dict[str, Tensor], config: dict[str, Any], folder: 
     save_tensors(halves, folder / PLAIN_NAME)  # last: where it is, all is there
 
 
-def load_hf(folder: Path, rope_theta: float | None = None) -> TinyLlama:
-    """The model in a folder, with another rotary base where one is given. Raises PairError for one of another
-    family."""
+def load_hf(folder: Path) -> TinyLlama:
+    """The model in a folder. Raises PairError for one of another family."""
     config = json.loads((folder / "config.json").read_text())
     require_family(config)
     shape = shape_of(config)
-    shape = shape if rope_theta is None else replace(shape, rope_theta=rope_theta)
     tensors = read_weights(folder)
     model = TinyLlama(shape)
     state = {

@@ -27,7 +27,7 @@ from adaserve.pair.data import Batches, open_stream
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import make_optimizers
 from adaserve.pair.schedule import FIRST, FURTHER, HEAD_PHASES, Clock, Phase, learning_rate
-from adaserve.pair.shape import ROPE_THETA, TARGET
+from adaserve.pair.shape import TARGET
 
 CHECKPOINT_EVERY_S = 60.0
 MATRIX_LR, VECTOR_LR = 0.02, 0.004
@@ -165,7 +165,7 @@ class Trainer:
 def train_target(run: Run) -> None:
     torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
-    model = TinyLlama(TARGET) if run.start is None else load_hf(run.start / "target", ROPE_THETA)
+    model = TinyLlama(TARGET) if run.start is None else load_hf(run.start / "target")
     text = Batches(open_stream(run.corpus / "train.bin"), seed=run.seed)
     Trainer(run, model, text, lambda window: next_token_loss(model, window)).fit("target")
     save_hf(model, run.out)
