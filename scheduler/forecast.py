@@ -135,7 +135,8 @@ def predicted_wait_s(situation: Situation, finish_s: FloatArray, slots: int) -> 
         ahead |= waiting.started
     ahead[last] = False
     before = int(waiting.prompt_left[ahead].sum())
-    work_s, with_it_s = prefill_s(np.array([before, before + waiting.prompt_left[last]]), pressure).tolist()
+    reading_s = prefill_s(np.array([before, before + waiting.prompt_left[last]]), pressure)
+    work_s, with_it_s = (reading_s + waiting.encode_s[ahead].sum()).tolist()
     wait_s = work_s / (config.late_share if n and config.pacing == "slack" else 1.0)
     if last not in plan_prefill(situation, n).order:
         latest_s = float(aims[last]) - situation.now_s - STARTING_ITERATIONS * pressure.period_s

@@ -71,9 +71,10 @@ def group_ends(left: IntArray, lost: BoolArray, enough: float, most: int) -> Int
     return ends[:count]
 
 
-@compiled(INTS, FLOATS, INTS, FLOAT, INTS, FLOATS, FLOATS, FLOATS, FLOATS)
+@compiled(INTS, FLOATS, FLOATS, INTS, FLOAT, INTS, FLOATS, FLOATS, FLOATS, FLOATS)
 def starting(
     left: IntArray,
+    encode_s: FloatArray,
     needed: FloatArray,
     ends: IntArray,
     enough: float,
@@ -83,7 +84,7 @@ def starting(
     iterations: FloatArray,
     cycle_s: FloatArray,
 ) -> BoolArray:
-    """Which prompts start, of those with ``left`` tokens each [n] in their order, [n].
+    """Which prompts start, of those with ``left`` tokens and ``encode_s`` each [n] in their order, [n].
 
     Those that need no headroom do. The others, whose groups end at ``ends``, are judged one group after the
     other: there must be the headroom that the least demanding one has ``needed`` [n]. A group that has to
@@ -91,17 +92,17 @@ def starting(
     those of ``Pressure`` and ``Stakes``."""
     starts = needed == 0.0
     judged = np.flatnonzero(~starts)
-    joining, tokens = int(starts.sum()), int(left[starts].sum())
+    joining, tokens, encoders_s = int(starts.sum()), int(left[starts].sum()), float(encode_s[starts].sum())
     closed, first = math.inf, 0  # the least headroom that a group needs which waits
     for end in ends:
         group = judged[first:end]
-        more, least = int(left[group].sum()), float(needed[group].min())
-        taken_s = reading_s(tokens + more, sizes, seconds)
+        more, more_s, least = int(left[group].sum()), float(encode_s[group].sum()), float(needed[group].min())
+        taken_s = reading_s(tokens + more, sizes, seconds) + encoders_s + more_s
         room = headroom(left_s, iterations, cycle_s, joining + len(group), taken_s, len(group) // PER_LOST)
         if room < least or (least >= closed and more < enough):
             closed = min(closed, least) if len(group) > 1 else closed
         else:
             starts[group] = True
-            joining, tokens = joining + len(group), tokens + more
+            joining, tokens, encoders_s = joining + len(group), tokens + more, encoders_s + more_s
         first = end
     return starts

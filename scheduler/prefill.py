@@ -102,6 +102,7 @@ class WaitingBatch:
     prompt_left: IntArray  # tokens still to be prefilled
     started: BoolArray  # part of the prompt is in the cache, or it was retracted after its first token
     tpot_slo_s: FloatArray  # inf = none to meet, see ``tpot_to_meet_s``
+    encode_s: FloatArray  # beyond that of its tokens: of the encoders of its images, audio and video
 
     @property
     def has_tpot_slo(self) -> BoolArray:
@@ -138,7 +139,8 @@ class Situation:
         token's way to the client."""
         if self.config.lost_every_s is None:
             return np.zeros(len(self.aims_s), np.bool_)
-        needs_s = self.pressure.period_s + prefill_s(self.waiting.prompt_left, self.pressure)
+        reading_s = prefill_s(self.waiting.prompt_left, self.pressure) + self.waiting.encode_s
+        needs_s = self.pressure.period_s + reading_s
         late: BoolArray = ~self.waiting.started & (self.aims_s < self.now_s + needs_s)
         return late
 
@@ -184,6 +186,14 @@ def prefill_s(tokens: IntArray, pressure: Pressure) -> FloatArray:
     return readings_s(tokens, pressure.sizes, pressure.seconds)
 
 
+def until_read_s(situation: Situation, order: IntArray) -> FloatArray:
+    """Seconds of prefill until each prompt of ``order`` is read, [len(order)], encoders included."""
+    waiting = situation.waiting
+    reading_s = prefill_s(np.cumsum(waiting.prompt_left[order]), situation.pressure)
+    until_s: FloatArray = reading_s + np.cumsum(waiting.encode_s[order])
+    return until_s
+
+
 def claimed_share(situation: Situation, order: IntArray) -> float:
     """Share of the time that prefills need for all of ``order`` (not empty) to be done in time; 0 to 1.
 
@@ -192,7 +202,7 @@ def claimed_share(situation: Situation, order: IntArray) -> float:
     counts.
     """
     waiting, pressure = situation.waiting, situation.pressure
-    work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
+    work_s = until_read_s(situation, order)
     left_s = situation.aims_s[order] - situation.now_s
     firm = waiting.stated[order] & (work_s <= left_s)
     later_s = left_s - pressure.period_s
@@ -314,8 +324,8 @@ def held_back(situation: Situation, order: IntArray) -> BoolArray:
     needed, stakes = needed_headroom(situation, order)[order], pressure.stakes
     ends = ends_of_groups(situation, order[needed > 0.0])
     starts = starting(
-        waiting.prompt_left[order], needed, ends, pressure.worth_tokens, pressure.sizes, pressure.seconds,
-        stakes.left_s, stakes.iterations, stakes.cycle_s,
+        waiting.prompt_left[order], waiting.encode_s[order], needed, ends, pressure.worth_tokens,
+        pressure.sizes, pressure.seconds, stakes.left_s, stakes.iterations, stakes.cycle_s,
     )  # fmt: skip
     return ~starts
 
@@ -325,7 +335,7 @@ def needed_headroom(situation: Situation, order: IntArray) -> FloatArray:
     config, waiting, pressure = situation.config, situation.waiting, situation.pressure
     late, stated = situation.late, waiting.stated
     work_s = np.zeros(len(late))
-    work_s[order] = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
+    work_s[order] = until_read_s(situation, order)
     left_s = situation.aims_s - situation.now_s - STARTING_ITERATIONS * pressure.period_s
     can_wait = work_s < GATE_CLAIM * left_s
     least, gate = 0.0, np.full(len(late), config.gate)

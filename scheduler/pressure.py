@@ -78,9 +78,13 @@ class LearnedPrefills:
     def observe(self, tokens: int, seconds: float) -> None:
         """A forward that was served; nonsense (not finite, not positive) is ignored."""
         if tokens > 0 and np.isfinite(seconds) and seconds > 0:
-            unit = max(seconds, self.cost.fixed_s + tokens * self.cost.per_token_s)
+            unit = max(seconds, self.seconds(tokens))
             self._fit.add((1 / unit, tokens / unit), seconds / unit)
             self._work_out()
+
+    def seconds(self, tokens: int) -> float:
+        """Of a forward; 0 if there is nothing to read."""
+        return self.cost.fixed_s + tokens * self.cost.per_token_s if tokens else 0.0
 
     def _work_out(self) -> None:
         fixed_s, token_s = self._fit.solve()

@@ -18,6 +18,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig, slo_classes
+from adaserve.engine.admission.encoders import tokens_to_encode
 from adaserve.engine.admission.forecast import Forecaster
 from adaserve.engine.admission.prefill import PrefillPacer
 from adaserve.engine.admission.shedding import Shedder
@@ -203,6 +204,8 @@ class AdaServeWorker(BaseSpecWorker):
         restore_penalties(batch.sampling_info, batch.reqs)
         if (shift := self.loop.device.shift) is not None:
             shift.start(batch)
+        ends = batch.seq_lens_cpu.tolist()
+        encoded = tokens_to_encode(zip(batch.reqs, batch.prefix_lens, ends, strict=True))
         result = self.target_worker.forward_batch_generation(batch)
         self.loop.settle()  # the last iteration was still running when this forward was queued
         result.new_seq_lens = batch.seq_lens
@@ -216,7 +219,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.loop.times.prefilled(seconds)
         self.loop.decisions.prefilled(tokens, seconds)
         self.ledger.prefilled(batch.reqs, seconds)
-        self.prefill.observe_prefill(tokens, seconds)
+        self.prefill.observe_prefill(tokens, seconds, encoded)
         return result
 
     def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:

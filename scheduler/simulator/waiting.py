@@ -69,4 +69,5 @@ def waiting_batch(requests: list[SimRequest]) -> WaitingBatch:
         prompt_left=np.array([r.prompt_tokens - r.prefilled for r in requests]),
         started=np.array([r.prefilled > 0 for r in requests], np.bool_),
         tpot_slo_s=np.array([tpot_to_meet_s(r.tpot_slo_s, r.cap_tokens) for r in requests]),
+        encode_s=np.zeros(len(requests)),
     )

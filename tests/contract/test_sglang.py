@@ -306,9 +306,9 @@ FIELDS = {
         "speculative_num_draft_tokens", "speculative_output_stride", "can_run_cuda_graph",
     },
     "sglang.srt.managers.schedule_batch.ScheduleBatch": {
-        "chunked_req", "req_pool_indices_cpu", "multimodal_inputs",
+        "chunked_req", "req_pool_indices_cpu", "multimodal_inputs", "prefix_lens", "seq_lens_cpu",
     },
-    "sglang.srt.managers.schedule_batch.MultimodalInputs": {"mrope_position_delta"},
+    "sglang.srt.managers.schedule_batch.MultimodalInputs": {"mm_items", "mrope_position_delta"},
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch": {
         "forward_mode", "batch_size", "input_ids", "req_pool_indices_cpu", "extend_prefix_lens_cpu",
         "extend_seq_lens_cpu", "extend_seq_lens", "extend_logprob_start_lens_cpu", "return_logprob",
@@ -376,11 +376,15 @@ MEMBERS = [
     "sglang.srt.managers.schedule_policy.CacheAgnosticPolicy.FCFS",
     "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
+    "sglang.srt.managers.mm_schedule.embedding_cache",
     "sglang.srt.managers.schedule_batch.MM_PAD_SHIFT_VALUE",
+    "sglang.srt.managers.schedule_batch.MultimodalDataItem.hash",
+    "sglang.srt.managers.schedule_batch.MultimodalDataItem.offsets",
     "sglang.srt.managers.schedule_batch.Req._check_token_based_finish",
     "sglang.srt.managers.schedule_batch.NextBatchPlan.batch_to_run",
     "sglang.srt.managers.schedule_batch.NextBatchPlan.running_batch",
     "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evictable_size",
+    "sglang.srt.mem_cache.multimodal_cache.MultiModalStaticCache.has",
     "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.available_size",
 ]
 

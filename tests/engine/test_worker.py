@@ -47,10 +47,13 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.M
             decisions=SimpleNamespace(prefilled=lambda tokens, seconds: told.append(seconds)),
         ),
         ledger=SimpleNamespace(prefilled=lambda reqs, seconds: told.append(seconds)),
-        prefill=SimpleNamespace(observe_prefill=lambda tokens, seconds: told.append(seconds)),
+        prefill=SimpleNamespace(observe_prefill=lambda tokens, seconds, _: told.append(seconds)),
         _start_requests=lambda batch, tokens: None,
     )
-    batch = SimpleNamespace(reqs=[], sampling_info=None, seq_lens=torch.zeros(0), extend_num_tokens=0)
+    none = torch.zeros(0)
+    batch = SimpleNamespace(
+        reqs=[], sampling_info=None, seq_lens=none, seq_lens_cpu=none, prefix_lens=[], extend_num_tokens=0
+    )
     AdaServeWorker._prefill(worker, batch, None)
     assert order == ["shift", "forward", "settle"]
     assert told == [0.25, 0.25, 0.25] and worker.loop.times.report()["prefill_s"] == 0.25

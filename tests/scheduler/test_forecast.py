@@ -185,13 +185,15 @@ def wait(
     seconds=SIZES * 1e-3,
     now_s=0.0,
     started=(),
+    encode_s=0.0,
 ):
     """Rows of ``left`` prompt tokens at 1 ms each; the last one has just arrived."""
     n = len(left)
     ttft = np.broadcast_to(np.asarray(ttft, np.float64), (n,))
     queue = WaitingBatch(
-        np.full(n, arrival), ttft, np.asarray(left), np.isin(np.arange(n), started), np.full(n, np.inf)
-    )
+        np.full(n, arrival), ttft, np.asarray(left), np.isin(np.arange(n), started), np.full(n, np.inf),
+        np.broadcast_to(np.asarray(encode_s, np.float64), (n,)),
+    )  # fmt: skip
     stakes = Stakes(np.array([1e6]), np.array([1e6]), np.array([1 / room]))
     pressure = Pressure(np.full(len(finish), np.inf), 0.01, SIZES, seconds, stakes)
     situation = Situation(config, queue, now_s, pressure)
@@ -207,6 +209,7 @@ def test_prompts_that_are_due_before_come_first():
     assert wait(left=[300, 100], ttft=[9.0, 1.0]) == 0.0, "it is due first"
     assert wait(left=[300, 100], ttft=[9.0, 1.0], started=[0]) == 0.0, "and fits beside the started one"
     assert wait(left=[300, 5000], ttft=[9.0, 1.0], started=[0]) == pytest.approx(0.3), "it does not fit"
+    assert wait(left=[300, 100], encode_s=[0.2, 9.0]) == pytest.approx(0.5), "its encoder has to run first"
     # While others decode, prefills get a share of the time.
     assert wait(left=[300, 100], finish=[9.0]) == pytest.approx(0.3 / 0.7)
     fixed = replace(CONFIG, pacing="fixed")

@@ -60,6 +60,8 @@ def test_groups_end_where_they_are_full(left: list[int], first_lost: int, enough
 def test_groups_are_judged_one_after_the_other(
     left: list[int], data: st.DataObject, enough: float, running: int
 ) -> None:
+    encode_s = data.draw(st.lists(st.sampled_from([0.0, 0.05]), min_size=len(left), max_size=len(left)))
+
     def drawn(n: int, scale: float) -> list[float]:
         return [scale * x for x in data.draw(st.lists(shares, min_size=n, max_size=n))]
 
@@ -74,9 +76,10 @@ def test_groups_are_judged_one_after_the_other(
         rows = [judged[k] for k in group]
         more, least = sum(left[i] for i in rows), min(needed[i] for i in rows)
         started = sum(n for n, starts in zip(left, expected, strict=True) if starts)
+        encoding_s = sum(s for i, s in enumerate(encode_s) if expected[i] or i in rows)
         room = plain_headroom(
             left_s, iterations, cycle_s, sum(expected) + len(rows),
-            plain_reading_s(started + more), len(rows) // PER_LOST,
+            plain_reading_s(started + more) + encoding_s, len(rows) // PER_LOST,
         )  # fmt: skip
         waits = room < least or (least >= closed and more < enough)
         for i in rows:
@@ -86,8 +89,9 @@ def test_groups_are_judged_one_after_the_other(
     stakes = [np.array(x, np.float64) for x in (left_s, iterations, cycle_s)]
     ends = np.cumsum([len(group) for group in groups], dtype=np.int64)
     found = starting(
-        np.array(left, np.int64), np.array(needed, np.float64), ends, enough, SIZES, SECONDS, *stakes
-    )
+        np.array(left, np.int64), np.array(encode_s), np.array(needed, np.float64), ends, enough, SIZES,
+        SECONDS, *stakes,
+    )  # fmt: skip
     assert found.tolist() == expected
 
 
@@ -95,9 +99,9 @@ def test_a_group_that_waits_keeps_back_smaller_ones_that_need_as_much() -> None:
     """The third would fit, but may not overtake the first two. The fourth is large, the fifth needs less."""
     left, needed = np.array([20, 44, 10, 30, 1]), np.array([1.1, 1.1, 1.1, 1.1, 0.8])
     stakes = np.array([0.16]), np.array([10.0]), np.array([0.01])
-    found = starting(left, needed, np.array([2, 3, 4, 5]), 30.0, SIZES, SECONDS, *stakes)
+    found = starting(left, np.zeros(5), needed, np.array([2, 3, 4, 5]), 30.0, SIZES, SECONDS, *stakes)
     assert found.tolist() == [False, False, False, True, True]
-    assert starting(left[2:], needed[2:], np.array([1]), 30.0, SIZES, SECONDS, *stakes)[0]
+    assert starting(left[2:], np.zeros(3), needed[2:], np.array([1]), 30.0, SIZES, SECONDS, *stakes)[0]
 
 
 def test_nothing_at_stake_is_room_without_end() -> None:

@@ -43,7 +43,7 @@ SECONDS = 0.015 + 0.001 * SIZES  # 31 ms for 16 tokens, 271 ms for 256
 LEAST = 70  # the least chunk: 15 / 70 + 1 <= 1.15 x (15 / 256 + 1)
 
 
-def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=(), tpot_slo_s=math.inf):
+def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=(), tpot_slo_s=math.inf, encode_s=0.0):
     n = len(left)
     return WaitingBatch(
         np.broadcast_to(np.asarray(arrival, np.float64), (n,)),
@@ -51,6 +51,7 @@ def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=(), tpot_slo_s=math
         np.asarray(left, np.int64),
         np.isin(np.arange(n), started),
         np.broadcast_to(np.asarray(tpot_slo_s, np.float64), (n,)),
+        np.broadcast_to(np.asarray(encode_s, np.float64), (n,)),
     )
 
 
@@ -237,6 +238,8 @@ def test_a_ttft_that_is_lost_already_claims_no_more_than_any_other():
     queue, order = waiting((100,), ttft=0.05), np.arange(1)
     assert claimed_share(Situation(CONFIG, queue, 0.0, pressure(0.0)), order) == CONFIG.late_share
     assert claimed_share(Situation(CONFIG, waiting((100,), ttft=0.12), 0.0, pressure(0.0)), order) == 1.0
+    seen = waiting((100,), ttft=0.32, encode_s=0.2)
+    assert claimed_share(Situation(CONFIG, seen, 0.0, pressure(0.0)), order) == 1.0
 
 
 def test_share_of_a_queue_is_that_of_its_tightest_prefix():
@@ -397,10 +400,14 @@ def test_a_request_without_slo_that_has_just_begun_is_no_error():
 
 def test_a_prompt_does_not_start_if_reading_it_takes_what_a_running_request_has_left():
     """A second until the last token is due, of which half is needed: 200 tokens are read in 215 ms, 400 in
-    430."""
+    430. The encoder of an image takes 150 on top."""
     state = replace(pressure(9.0), stakes=Stakes(np.array([1.0]), np.array([25.0]), np.full(9, 0.020)))
-    for left, order in (((200,), [0]), ((200, 200), [0]), ((400,), []), ((400, 150), [1])):
-        assert plan_prefill(Situation(GATED, waiting(left), 0.0, state), 1).order.tolist() == order, left
+    for left, encode_s, order in (
+        ((200,), 0.0, [0]), ((200, 200), 0.0, [0]), ((400,), 0.0, []), ((400, 150), 0.0, [1]),
+        ((200,), 0.15, []), ((200, 150), (0.15, 0.0), [1]), ((20, 20, 20), 0.15, [0]),
+    ):  # fmt: skip
+        queue = waiting(left, encode_s=encode_s)
+        assert plan_prefill(Situation(GATED, queue, 0.0, state), 1).order.tolist() == order, left
 
 
 def by_launches(left, fixed_s=0.045, token_s=5e-6, started=(), at_stake=None, room=1.2):
@@ -551,6 +558,7 @@ def test_who_would_come_too_late_is_lost_before_the_slo_has_passed():
     near = waiting((40,), ttft=0.5)
     assert gated([0.81], near, now_s=0.424, config=LOSING) == [0]
     assert gated([0.81], near, now_s=0.426, config=LOSING) == []
+    assert gated([0.81], replace(near, encode_s=np.array([0.1])), now_s=0.326, config=LOSING) == []
     assert gated([1.51], near, now_s=0.426, config=LOSING) == [0]
     assert gated([1.49], near, now_s=0.426, config=LOSING) == [], "it has nothing to win"
     assert gated([1.61], near, now_s=0.426, config=replace(LOSING, gate=1.7)) == [], "no less than the gate"
@@ -675,6 +683,7 @@ def test_bad_settings_are_refused(wrong):
             st.integers(1, 2000),
             st.booleans(),
             st.booleans(),
+            st.sampled_from([0.0, 0.2]),
         ),
         max_size=8,
     ),
@@ -689,10 +698,11 @@ def test_a_plan_names_each_prompt_once_and_fits_the_chunk(
     rows, n_running, now_s, order, gate, shed, lost_wait_s
 ):
     """Nobody waits, SLOs that have passed, a clock that was set back: a plan follows all the same."""
-    arrival, ttft, left, started, tpot_slo = (np.array([r[i] for r in rows]) for i in range(5))
+    arrival, ttft, left, started, tpot_slo, encode_s = (np.array([r[i] for r in rows]) for i in range(6))
     queue = WaitingBatch(
-        arrival, ttft, left.astype(np.int64), started.astype(np.bool_), np.where(tpot_slo, 0.05, np.inf)
-    )
+        arrival, ttft, left.astype(np.int64), started.astype(np.bool_), np.where(tpot_slo, 0.05, np.inf),
+        encode_s,
+    )  # fmt: skip
     lost_every_s = 2.0 if order == "deadline" else None
     config = PrefillConfig(256, order, gate, lost_every_s, shed, "slack")
     state = Pressure(

@@ -356,7 +356,7 @@ def test_lax_requests_are_packed_where_they_still_attain():
 class TestPrefill:
     def plan(self, config, now_s):
         queue = WaitingBatch(np.array([0.0, 1.0, 2.0]), np.array([9.0, 2.0, 9.0]), np.array([50, 40, 30]),
-                             np.array([False, False, True]), np.full(3, np.inf))  # fmt: skip
+                             np.array([False, False, True]), np.full(3, np.inf), np.zeros(3))  # fmt: skip
         chunks = np.array([1, 512]), np.array([0.03, 0.1])
         pressure = RecentWork().pressure(LATENCY, running(3), 3, chunks, now_s)
         return plan_prefill(Situation(config, queue, now_s, pressure), 3)

@@ -56,7 +56,7 @@ class Forecaster:
         open_to = 1.0
         if load.paced and situation.config.gate is not None:
             left = np.append(rows, round(self._prompt_tokens.value))
-            reading_s = float(prefill_s(left, situation.pressure).sum())
+            reading_s = float(prefill_s(left, situation.pressure).sum() + situation.waiting.encode_s.sum())
             open_to = min(1.0, stakes.headroom(len(left), reading_s) / situation.config.gate)
         told, waits = {}, {}
         for name in self._classes.labels:
@@ -113,6 +113,7 @@ class Forecaster:
             ),
             started=np.append(queue.started, False),
             tpot_slo_s=np.append(queue.tpot_slo_s, slo.tpot_s),
+            encode_s=np.append(queue.encode_s, 0.0),
         )
         slots = load.slots - (load.joining - rows)
         return predicted_wait_s(replace(situation, waiting=with_it), finish_s, slots)

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from adaserve.config import AdaServeConfig
+from adaserve.engine.admission.encoders import tokens_to_encode
 from adaserve.engine.state import RequestState, running_batch
 from adaserve.errors import UnsupportedError
 from adaserve.patches.scheduler.served_worker import Load
@@ -86,6 +87,7 @@ class PrefillPacer:
         self._costs, self._ledger, self._states = costs, ledger, states
         one_s, far_s = costs.first_prefills_s(np.array([1.0, LearnedPrefills.FAR]))
         self._prefills = LearnedPrefills(float(one_s), float(far_s))
+        self._encoders = LearnedPrefills(float(one_s), float(far_s))  # of images: nothing better is known
         self.outlook = Outlook(costs)
         self._recent = RecentWork()
         # Credit comes back while it is spent, so it lasts longer than what may be saved up.
@@ -120,10 +122,14 @@ class PrefillPacer:
 
     # -- learning -----------------------------------------------------------------------------
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """A prefill forward, target and draft."""
+    def observe_prefill(self, tokens: int, seconds: float, encoded: int = 0) -> None:
+        """A prefill forward, target and draft, for which encoders ran that made ``encoded`` tokens."""
         self._recent.prefilled(seconds)
-        self._prefills.observe(tokens, seconds / self._costs.slowdown)
+        quiet_s = seconds / self._costs.slowdown
+        if encoded:
+            self._encoders.observe(encoded, quiet_s - self._prefills.seconds(tokens))
+        else:
+            self._prefills.observe(tokens, quiet_s)
 
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
@@ -230,7 +236,12 @@ class PrefillPacer:
             tpot_slo_s=np.array(
                 [tpot_to_meet_s(self._ledger.slo(r).tpot_s, r.sampling_params.max_new_tokens) for r in reqs]
             ),
+            encode_s=np.array([self._encode_s(r, r is started) for r in reqs], np.float64),
         )
+
+    def _encode_s(self, req: Any, started: bool) -> float:
+        tokens = tokens_to_encode([(req, _cached(req, started), len(req.origin_input_ids))])
+        return self._encoders.seconds(tokens) * self._costs.slowdown
 
     def _aim(self, req: Any) -> Aim:
         if (found := self._aims.get(req)) is None:
@@ -249,8 +260,10 @@ def _held_back(view: View, order: IntArray) -> list[Aim]:
     return [aim for i, aim in enumerate(view.aims) if i not in starting]
 
 
+def _cached(req: Any, started: bool) -> int:
+    return req.prefix_len if started else req.num_matched_prefix_tokens
+
+
 def _prompt_left(req: Any, started: bool) -> int:
-    if started:
-        return max(1, len(req.full_untruncated_fill_ids) - req.prefix_len)
-    tokens = len(req.origin_input_ids) + len(req.output_ids)
-    return max(1, tokens - req.num_matched_prefix_tokens)
+    ids = len(req.full_untruncated_fill_ids) if started else len(req.origin_input_ids) + len(req.output_ids)
+    return max(1, ids - _cached(req, started))

@@ -35,7 +35,7 @@ class Request:
 
     def __init__(self, rid: str, slot: int = 0, tpot_s: float = math.inf, prompt: int = 100) -> None:
         self.rid, self.origin_input_ids, self.output_ids = rid, [1] * prompt, []
-        self.num_matched_prefix_tokens = self.prefix_len = 0
+        self.num_matched_prefix_tokens, self.prefix_len, self.multimodal_inputs = 0, 0, None
         self.full_untruncated_fill_ids = [1] * prompt
         self.time_stats = SimpleNamespace(created_time=NOW)
         self.kv = SimpleNamespace(req_pool_idx=slot)

@@ -50,7 +50,7 @@ class Request:
     ) -> None:
         self.tenant = tenant
         self.rid, self.origin_input_ids, self.output_ids = rid, [1] * prompt, list[int]()
-        self.num_matched_prefix_tokens = 0
+        self.num_matched_prefix_tokens, self.multimodal_inputs = 0, None
         self.time_stats = SimpleNamespace(created_time=NOW - age_s)
         self.kv = SimpleNamespace(req_pool_idx=slot)
         self.sampling_params = SimpleNamespace(max_new_tokens=200, top_k=1, temperature=1.0)
