@@ -252,7 +252,7 @@ class DecodeLoop:
         """Whether an iteration is queued before the host hears of the last one. Both verify roots alone, so
         that one token comes of each request; and which one that is does not matter for anything but the
         forward, which has it on the device."""
-        if last.verified.deepest or last.unread or self._early is not None:
+        if last.verified.deepest or last.unread:
             return False
         if last.policy is not self.decisions.policy or last.plan.then is None or last.plan.then.depth:
             return False

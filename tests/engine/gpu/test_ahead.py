@@ -81,6 +81,10 @@ def penalized(batch: Any, run: Run) -> None:
     batch.reqs[0].sampling_params.frequency_penalty = 0.1
 
 
+def constrained(batch: Any, run: Run) -> None:
+    batch.reqs[0].grammar = object()
+
+
 def processed(batch: Any, run: Run) -> None:
     batch.sampling_info.has_custom_logit_processor = True
 
@@ -109,7 +113,8 @@ def planned_on_the_host(batch: Any, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", [penalized, processed, prefilled, changed, to_be_drafted, recorded, planned_on_the_host]
+    "what",
+    [penalized, constrained, processed, prefilled, changed, to_be_drafted, recorded, planned_on_the_host],
 )
 def test_not_where_more_has_to_be_known(what: Callable[[Any, Run], None]) -> None:
     run = Run("none", overlap=True)
@@ -134,6 +139,9 @@ def test_not_where_texts_are_searched() -> None:
         run.step()
     run.loop.settle()
     assert not any(went_ahead(run))
+    plain = Run("none", overlap=True, drafts="suffix")
+    plain.step()
+    assert ahead(plain, plain.batch()), "it takes no offers"
 
 
 def shallow(plan: Callable[..., IterationPlan]) -> Callable[..., IterationPlan]:
