@@ -114,7 +114,6 @@ def _keep(original: Callable[..., None], backend: Any, key: tuple[str, str], gra
     sizes: dict[Any, int] = vars(backend).setdefault(_SIZES, {})
     for gone in sizes.keys() - backend.cache.keys():  # emptied by /flush_cache
         del sizes[gone]
-    backend.cache.pop(key, None)
     original(backend, key, grammar)
     sizes[key] = _size(key, grammar)
     while len(sizes) > MOST_GRAMMARS or sum(sizes.values()) > MOST_BYTES:

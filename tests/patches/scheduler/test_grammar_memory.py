@@ -109,10 +109,10 @@ def test_compiling_gives_way_to_models_on_a_cpu(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, device: str, threads: int, gives_way: bool
 ) -> None:
     """Else one schema takes the cores from everybody's tokens for seconds."""
-    compiled_with: list[int] = []
+    compiled_with: list[tuple[int, bool]] = []
 
-    def compiler(_: Any, max_threads: int, **__: Any) -> None:
-        compiled_with.append(max_threads)
+    def compiler(_: Any, max_threads: int, cache_enabled: bool = True, **__: Any) -> None:
+        compiled_with.append((max_threads, cache_enabled))
 
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -123,7 +123,7 @@ def test_compiling_gives_way_to_models_on_a_cpu(
     _own_threads(None, backend)
     _limit_compiler(None, backend)
     _framing_compiler(lambda _: pytest.fail("with eight threads"), None)
-    assert compiled_with == [threads] * 2
+    assert compiled_with == [(threads, True), (threads, False)]
     usual = niceness()
     for text in ("short", "long" * LONG):
         ran = vars(backend)["executor"].submit(lambda *_: niceness(), ("json", text), False)
@@ -151,10 +151,11 @@ def test_a_reasoning_parser_compiles_in_the_same_threads(
 
 def test_long_grammars_hold_up_nobody_else() -> None:
     """However many there are; they were compiled by the same few threads as all others."""
-    may_end, others = threading.Event(), threading.Event()
+    may_end, others, begun = threading.Event(), threading.Event(), list[int]()
 
     class Compiling(BaseGrammarBackend):
         def _init_value_dispatch(self, key: tuple[str, str], require_reasoning: bool) -> Any:
+            begun.append(len(key[1]))
             (may_end if len(key[1]) > LONG else others).wait(30)
             return key[1]
 
@@ -164,6 +165,7 @@ def test_long_grammars_hold_up_nobody_else() -> None:
     long = [backend.get_cached_or_future_value(("json", "x" * (LONG + n)), False)[0] for n in (1, 2, 3)]
     short = backend.get_cached_or_future_value(("json", "{}"), False)[0]
     assert short.result(timeout=10) == "{}"
+    assert sum(length > LONG for length in begun) <= 1, "the others wait for it"
     assert not any(each.done() for each in long)
     may_end.set()
     assert [len(each.result(timeout=10)) - LONG for each in long] == [1, 2, 3]
