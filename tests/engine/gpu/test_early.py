@@ -14,6 +14,7 @@ import torch
 
 from adaserve.engine.clock import HostMark
 from adaserve.engine.device import Beams
+from adaserve.engine.early import EarlyDraft
 from adaserve.engine.kv_caches import KVCaches
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.source import EarlyProposal
@@ -135,6 +136,19 @@ def test_some_go_on_and_others_have_come() -> None:
     assert found.trees.row_start.tolist() == [0, 0, start[2] - start[1], start[2] - start[1]]
     assert found.trees.token.tolist() == whole.trees.token[start[1] : start[2]].tolist()
     assert [case.source.cache[row].length for row in case.before.pool_rows.tolist()] == [5, 17, 9]
+
+
+def test_it_is_dropped_where_more_have_come_than_go_on() -> None:
+    case = Case([5, 17, 9], [2, 4, 1])
+    made = case.early(case.plan(Draft(3, 2)))
+    assert made is not None
+    early, known = EarlyDraft(made, made.states, HostMark(), []), list(made.states)
+    new = [dataclasses.replace(known[0], rid=rid) for rid in ("new", "newer")]
+    for states, drafted in ((known, 3), (known[:1], 1), ([*known[:2], *new], 2)):
+        taken = early.take(states)
+        assert taken is not None and taken.draft.count(len(states)) == drafted
+    for states in ([*known[:1], *new], new, []):
+        assert early.take(states) is None
 
 
 @pytest.mark.parametrize(
