@@ -182,6 +182,15 @@ def test_the_best_of_all_extensions(
             assert np.allclose(trees.logprob[nodes], list(beams.values()), atol=1e-3)
 
 
+def test_of_equal_beams_the_kernels_keep_the_first() -> None:
+    case = Setting(NativeForward, noisy=False)
+    weights = read_hf(case.hf)[0]
+    case.lean.held = case.lean.packed(replace(weights, lm_head=torch.zeros_like(weights.lm_head)))
+    trees = case.propose(3, 2).trees
+    for row in range(len(LENGTHS)):
+        assert paths(trees, row) == [(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1)]
+
+
 def test_what_beams_saw_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The windows' columns that C let every beam see are those of its ancestors and its own."""
     case, searched = Setting(NativeForward), list[BeamArrays]()

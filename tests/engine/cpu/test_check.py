@@ -66,6 +66,10 @@ def replaced(name: str, at: int, value: int) -> Callable[[Call], None]:
     return spoil
 
 
+def go_back(call: Call) -> None:
+    call.qo, call.kv, call.mask = [0, 2, TOKENS], [0, TOKENS + 1, TOKENS], torch.ones(8, dtype=torch.bool)
+
+
 BAD: dict[str, tuple[Callable[[Call], None], str]] = {
     "token -1": (replaced("ids", 1, -1), "token id"),
     "token V": (replaced("ids", 3, VOCAB), "token id"),
@@ -81,6 +85,8 @@ BAD: dict[str, tuple[Callable[[Call], None], str]] = {
     "queries before the first": (replaced("qo", 0, -1), "spans"),
     "keys beyond their array": (replaced("kv", 1, TOKENS + 1), "spans"),
     "keys of negative length": (replaced("kv", 1, -1), "spans"),
+    "keys before the first": (replaced("kv", 0, -1), "spans"),
+    "keys that go back": (go_back, "spans"),
     "fewer keys than queries": (replaced("kv", 1, TOKENS - 1), "spans"),
 }
 

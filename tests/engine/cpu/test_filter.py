@@ -52,7 +52,7 @@ def test_it_keeps_what_the_sort_keeps(vocabulary: int) -> None:
 
 
 def test_of_equal_logits_the_first_are_kept() -> None:
-    flat = torch.full((5, 1003), -1.5)
+    flat = torch.full((5, 1004), -1.5)
     asked = (
         (1.0, 9, 1.0, 0.0),
         (1.0, ALL, 0.75, 0.0),
@@ -60,7 +60,7 @@ def test_of_equal_logits_the_first_are_kept() -> None:
         (1.0, ALL, 1e-9, 0.0),
         (0.5, ALL, 1.0, 1.0),
     )
-    assert kept(flat, *asked) == [9, 753, 1, 1, 1003]
+    assert kept(flat, *asked) == [9, 754, 1, 1, 1004]
     signs = torch.zeros(3, 300)
     signs[:, ::2] = -0.0
     signs[:, 5], signs[:, 7], signs[:, 9] = 1e-45, -1e-45, -3e38

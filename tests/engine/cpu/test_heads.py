@@ -39,10 +39,11 @@ Heads = dict[str, Head | Mtp]
 def heads() -> Heads:
     """Hidden states matter to them as much as tokens do."""
     target = head_target()
+    frequent = frequent_tokens(target, 379)  # no multiple of a vector
     layer = following_layer(mtp_target(), weight=1.0)
     for norm in (layer.token_layernorm, layer.hidden_layernorm, layer.final_layernorm):
         norm.weight += 0.2 * torch.randn(norm.weight.shape, generator=torch.Generator().manual_seed(1))
-    raw, normed = (following_head(target, frequent_tokens(target), weight=0.5) for _ in range(2))
+    raw, normed = (following_head(target, frequent, weight=0.5) for _ in range(2))
     normed.norm_output = True
     return {"eagle3": raw, "normed": normed, "mtp": layer}
 
