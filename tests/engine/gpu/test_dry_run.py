@@ -51,15 +51,15 @@ def done(run: Run) -> list[tuple[list[bool], list[int]]]:
 @pytest.mark.parametrize("policy", ["adaserve", "chain-3", "equal-greedy", "priced"])
 def test_everything_comes_out_as_without(policy: str, drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeLoop, "_may_go_unread", lambda *args: False)
-    plain = Run(policy, overlap=True, drafts=drafts).finish()
+    repeats = policy in ("chain-3", "equal-greedy")  # what the others select depends on measured times
+    plain = Run(policy, overlap=True, drafts=drafts).finish() if repeats else None
     run = Run(policy, overlap=True, drafts=drafts)
     seen = Seen(run, forever(True), monkeypatch)
     run.finish().check()
     check_draft_cache(run)
     drafted = sum(outcome.trees.draft_steps > 0 for outcome in run.outcomes)
     assert len(seen.filled) >= drafted - 1 > 1, "all but the first iteration"
-    if policy in ("chain-3", "equal-greedy"):  # what the others select depends on measured times
-        assert done(run) == done(plain)
+    assert plain is None or done(run) == done(plain)
 
 
 def test_it_ends_with_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
