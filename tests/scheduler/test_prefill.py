@@ -472,7 +472,8 @@ def test_learned_prefills_know_the_fixed_part_without_forwards_of_one_token():
     assert learned.cost.alone(np.array([1.0, 1024.0])) == pytest.approx([0.006, 0.021], rel=0.01)
     for tokens in rng.integers(20, 2049, 60).tolist():
         learned.observe(tokens, (0.054 + 16e-6 * tokens) * rng.lognormal(0.0, 0.05))
-    learned.observe(100, math.nan)
+    for nonsense in (math.nan, math.inf, -1e9):
+        learned.observe(100, nonsense)
     learned.observe(100, 5.0)  # somebody stopped the host
     sizes, seconds = learned.chunks(2048, slowdown=2.0)
     assert sizes[0] == 1 and sizes[-1] == 2048

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from adaserve.patches.scheduler import dead_ends
@@ -35,6 +36,13 @@ def test_a_prefill_draws_what_is_allowed_or_anything(temperature: float) -> None
     probs = torch.softmax(logits / temperature, dim=-1)
     assert probs[0].tolist() == [1, 0, 0] and probs[1].isfinite().all()
     torch.multinomial(probs, 1)  # raises where there are NaN
+
+
+def test_a_grammar_that_allows_no_first_token_cannot_be_compiled() -> None:
+    backend, wrong = SimpleNamespace(vocab_size=4), InvalidGrammarObject("root ::= is no rule")
+    for grammar in (None, wrong, Grammar(2)):
+        assert dead_ends._compiled(grammar, backend) is grammar
+    assert dead_ends._compiled(Grammar(), backend).error_message == dead_ends.NOTHING
 
 
 def finished(grammar: Grammar, reason: Any) -> Any:

@@ -75,9 +75,12 @@ def test_policy_and_prefills_change() -> None:
         ("adaserve_policy=priced@7", 1, "cannot read a window of '7' here"),
         ("adaserve_policy", 1, "unknown policy ''"),
         ("adaserve_prefill=fast", 1, "'adaserve_prefill=fast' is not .*slack|exclusive|default"),
+        ("adaserve_mode=slack", 1, "'adaserve_mode=slack' is not a setting"),
+        ("adaserve_mode=first", 1, "'adaserve_mode=first' is not a setting"),
         ("adaserve_draft=last", 1, re.escape("adaserve_draft=first|held|present")),
         ("adaserve_draft=first", 1, "start the server with --learn"),
         ("adaserve_baseline_ms", 0, "is 0: it should be above 0 and below 1000000"),
+        ("adaserve_baseline_ms", 1e6, "below 1000000"),
         ("adaserve_baseline_ms", math.nan, "is nan"),
         ("adaserve_next_request", 1.5, "is 1.5: it should be a whole number from 0"),
         ("adaserve_next_request", -1, "whole number"),
@@ -100,7 +103,8 @@ def test_the_first_draft_can_be_served_for_comparison_where_one_learns() -> None
 
 def test_requests_can_be_numbered_again() -> None:
     s = Server()
-    assert s.change("adaserve_next_request", 40) and s.chosen == [40]
+    assert s.change("adaserve_next_request", 40) and s.change("adaserve_next_request", 0)
+    assert s.chosen == [40, 0]
 
 
 def test_the_baseline_can_be_fixed() -> None:

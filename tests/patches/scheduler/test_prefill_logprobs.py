@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler_components.logprob_result_processor import SchedulerLogprobResultProcessor
 
-from adaserve.patches.scheduler.prefill_logprobs import drop_passed_over
+from adaserve.patches.scheduler.prefill_logprobs import _process
 
 COUNTER = object.__new__(SchedulerLogprobResultProcessor)  # what is asked of it reads the request alone
 LENGTHS, STARTS = [4, 3, 5, 2], [0, 3, 2, 0]
@@ -34,7 +34,10 @@ def left(reqs: list[Any]) -> list[float]:
         extend_logprob_start_len_per_req=STARTS,
         copy_done=None,
     )
-    drop_passed_over(COUNTER, SimpleNamespace(reqs=reqs), result)
+    batch, told = SimpleNamespace(reqs=reqs, return_logprob=True), list[Any]()
+    processor = SimpleNamespace(logprob_result_processor=COUNTER)
+    _process(lambda *given: told.append(given), processor, batch, result)
+    assert told == [(processor, batch, result)]
     return [round(x, 1) for x in result.logits_output.input_token_logprobs.tolist()]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sglang.srt.managers.schedule_batch import NextBatchPlan
-from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
+from sglang.srt.managers.schedule_policy import AddReqResult, CacheAgnosticPolicy
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
 from adaserve.config import AdaServeConfig
@@ -178,15 +178,17 @@ def test_the_interval_bounds_the_wait() -> None:
         {"mode": "exclusive"},
         {"waiting": []},
         {"started": 990},  # of 1000 free slots, which decoding would take 20 of
+        {"batch_is_full": True},
     ],
 )
 def test_left_to_sglang(over: dict[str, Any]) -> None:
-    """Plain decoding, the switch, an empty queue, too little memory."""
+    """Plain decoding, the switch, an empty queue, too little memory, no row of the request pool."""
     paced = pacer(0.018, AdaServeConfig(prefill=over.get("mode")))
     sched = scheduler(paced, over.get("waiting", [Request("w")]), over.get("policy_name", "adaserve"))
     if "started" in over:
         sched.chunked_req = Request("c", over["started"])
-    assert step(sched) == 256
+    full = {"batch_is_full": over.get("batch_is_full", False)}
+    assert step(sched, SimpleNamespace(**vars(RUNNING) | full)) == 256
 
 
 def test_a_started_prompt_with_memory_to_spare_is_paced() -> None:
@@ -256,6 +258,32 @@ def test_a_short_prompt_that_is_due_earlier_gets_its_place_beside_a_started_one(
     assert share_of_the_started(sched(0.5, free=5050), running)[1] == (216 if running is NOBODY else None), (
         "with 20 slots for decoding and 5,000 for the long one, 30 are left"
     )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hybrid", "starts"), [(50, False, True), (51, False, False), (50, True, False)]
+)
+def test_beside_a_started_prompt_others_start_whole(prompt: int, hybrid: bool, starts: bool) -> None:
+    """Of 40 tokens that are left of the chunk; 10 of the prompt are cached."""
+    req, adder = Request("b", prompt), SimpleNamespace(rem_chunk_tokens=40, is_hybrid_swa=hybrid)
+    req.prefix_len, adder.ceil_paged_tokens = 10, lambda tokens: tokens
+
+    def asked(beside: bool) -> Any:
+        hooked = prefill_slack._whole_beside_a_started_one
+        return hooked(lambda *_: AddReqResult.CONTINUE, adder, req, beside, None)
+
+    assert asked(beside=True) is (AddReqResult.CONTINUE if starts else AddReqResult.OTHER)
+    assert asked(beside=False) is AddReqResult.CONTINUE
+    adder.rem_chunk_tokens = None
+    assert asked(beside=True) is AddReqResult.CONTINUE, "there are no chunks"
+
+
+def test_a_prefill_holds_up_those_that_go_on() -> None:
+    ended, ending, goes_on = reqs = [Request(rid) for rid in "abc"]
+    ended.finished = lambda: True  # type: ignore[method-assign]
+    sched = scheduler(pacer(1.0), [], _reqs_finishing_inflight=lambda _: [ending])
+    assert prefill_slack._decoding(sched, SimpleNamespace(reqs=reqs, is_prefill_only=False)) == [goes_on]
+    assert prefill_slack._decoding(sched, SimpleNamespace(reqs=reqs, is_prefill_only=True)) == []
 
 
 def test_what_is_cached_of_a_prompt_is_not_read() -> None:

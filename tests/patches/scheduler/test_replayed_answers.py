@@ -41,7 +41,7 @@ def test_the_bound_ends_it_before() -> None:
 def test_the_first_end_counts_of_those_that_come_at_once(max_tokens: int) -> None:
     """Whoever decodes token by token ends at the sixth, whatever the bound behind it."""
     reason, tokens = ended([5, 4], 6, max_tokens)
-    assert tokens == 6 and (max_tokens == 6 or reason["type"] == "stop")
+    assert (reason["type"], tokens) == ("length" if max_tokens == 6 else "stop", 6)
 
 
 @pytest.mark.parametrize("answer_tokens", [None, 0, -3, "3", 3.5, True, [3]])

@@ -12,7 +12,9 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.vocabulary import EOS_ID
-from adaserve.patches.scheduler.stop_strings import _ended, ends_within, longest_match
+from adaserve.patches.scheduler.stop_strings import _check, _ended, longest_match
+
+pytestmark = pytest.mark.usefixtures("ours")
 
 TEXT = "def __repr__(self):\n        return self.name\n\nclass Fox(Dog):\n    def run(self, far): # back\n"
 STOPS = ("self", "return", "\n\n", ":", "class", "name\n", "far)", "(", "no such text")
@@ -35,9 +37,8 @@ def ended(tokenizer: Any, tokens: list[int], sizes: list[int], **params: Any) ->
         portion = tokens[at : at + size]
         req.output_ids.extend(portion)
         at += size
-        if len(portion) > 1:
-            # What the hook does inside of update_finish_state.
-            req._check_str_based_finish = lambda n, req=req: ends_within(original, req, n)
+        # What the hook does inside of update_finish_state.
+        req._check_str_based_finish = lambda n, req=req: _check(original, req, n)
         req.update_finish_state(len(portion))
         vars(req).pop("_check_str_based_finish", None)
         assert len(req.output_ids) == at
@@ -108,7 +109,6 @@ def test_no_more_of_the_answer_is_searched_than_can_match(expression: str, chara
     assert longest_match(expression) == characters
 
 
-@pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize("end", ["class", "back", "no such text"])
 @pytest.mark.parametrize("seed", range(10))
 def test_reasoning_behind_the_stop_is_not_counted(tokenizer: Any, seed: int, end: str) -> None:
@@ -121,7 +121,6 @@ def test_reasoning_behind_the_stop_is_not_counted(tokenizer: Any, seed: int, end
         assert reasoned(tokenizer, tokens, sizes, mark) == right
 
 
-@pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize(("stop", "kept"), [("self", "def __repr__(self"), ("no such text", TEXT)])
 def test_an_aborted_answer_has_nothing_behind_its_stop(tokenizer: Any, stop: str, kept: str) -> None:
     tokens = list(tokenizer.encode(TEXT, add_special_tokens=False))
