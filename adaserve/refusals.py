@@ -15,6 +15,7 @@ from adaserve.checkpoints.draft_kind import other_size, read_config
 from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.host.device import ATTENTION_BACKEND, on_device
+from adaserve.pair.folders import PACKED_NAME, WEIGHTS_VARIABLE
 
 CORES_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
 """SGLang's: the cores of each rank on a CPU, such as 0-3|4-7; "all" counts as unset."""
@@ -36,6 +37,7 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
         *_of_drafts(args, config),
         *_of_vocabularies(args, config),
         *_of_contexts(args, config),
+        *_of_packed(args, config),
         *_of_ranks(args, config),
         *_of_http(args),
         *_of_engine(args),
@@ -103,6 +105,16 @@ def _of_contexts(args: Any, config: AdaServeConfig) -> Refusals:
                 f"the draft {path} is made for contexts of {own} tokens, and {served} are served: use "
                 f"--context-length {own}, or set {longer.name}=1, with which drafts beyond that may be worse",
             )
+
+
+def _of_packed(args: Any, config: AdaServeConfig) -> Refusals:
+    """SGLang would take the 8-bit numbers for the weights, without their scales, and serve nonsense."""
+    for path in (args.model_path, *(path for path, _ in _drafts(args, config))):
+        yield (
+            (Path(path) / PACKED_NAME).exists(),
+            f"{path} holds 8-bit weights as AdaServe ships them: set {WEIGHTS_VARIABLE} to the folder of its "
+            "pair and name no model, or give what was trained (docs/heads.md)",
+        )
 
 
 def _drafts(args: Any, config: AdaServeConfig) -> Iterator[tuple[str, str | None]]:

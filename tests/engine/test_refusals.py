@@ -22,6 +22,7 @@ from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
 from adaserve.engine.sources import draft_model
 from adaserve.engine.sources.draft_model import require_same_size, require_same_tokens, require_servable
 from adaserve.host.device import DEVICE_PATH_ENV
+from adaserve.pair.folders import weights_folder
 from adaserve.refusals import CORES_ENV, refuse_unsupported
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Zygote
@@ -160,6 +161,18 @@ def test_a_draft_for_shorter_contexts_is_refused_before_anything_is_loaded(
             refuse_unsupported(arguments(**args), config)
     monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
     refuse_unsupported(arguments(**args), config)
+
+
+def test_weights_in_the_shipped_form_are_refused() -> None:
+    """They were served without their scales, and what they said was nonsense."""
+    target, draft = (str(weights_folder() / name) for name in ("target", "draft"))
+    for paths, config in (
+        ({"model_path": target}, AdaServeConfig()),
+        ({"speculative_draft_model_path": draft}, AdaServeConfig()),
+        ({}, AdaServeConfig(second_draft=draft)),
+    ):
+        with pytest.raises(ConfigError, match=r"holds 8-bit weights.*set ADASERVE_PAIR_WEIGHTS"):
+            refuse_unsupported(arguments(**paths), config)
 
 
 def test_quantised_weights_are_refused_where_sglang_cannot_read_them(
