@@ -2,7 +2,8 @@
 
 Why: where a file is missing or an image too large SGLang answers 500, as if the server were at fault. And
 where a prompt has marks of more images than it brings, Transformers raises StopIteration in a worker thread.
-No future can hold that one, so the client waits for ever.
+No future can hold that one, so the client waits for ever. Frames of a video it pins for a GPU unless it takes
+the host for one of its own CPU build, so on our CPU platform every video is a 500.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import RequestError
+from adaserve.host.device import select
 from adaserve.patches import hook
 
 
@@ -23,6 +25,8 @@ def register() -> None:
 
 
 async def _load(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    if any(kwargs.get("video_data") or ()) and select() is not None:
+        raise RequestError("video_data is refused: it needs a host with a GPU")
     try:
         return await original(*args, **kwargs)
     except RuntimeError as error:

@@ -66,6 +66,7 @@ def test_images_that_cannot_be_read_are_refused(reader: tuple[Any, Path, Served]
         ({"text": mark, "image_data": [str(folder / "none.png")]}, "cannot be read"),
         ({"text": mark, "image_data": ["data:image/png;base64,AAAA"]}, "IMAGE data at index 0"),
         ({"text": sent["text"] + mark}, "placeholders"),
+        ({"text": MARKS["video_token_id"], "video_data": ["data:video/mp4;base64,AAAA"]}, "with a GPU"),
     ):
         response = served.server.post("/generate", {**sent, **wrong}, timeout=10)
         assert response.status_code == 400 and told in response.text, response.text
