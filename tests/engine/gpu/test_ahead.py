@@ -132,6 +132,14 @@ def ahead(run: Run, batch: Any) -> bool:
     return last is not None and run.loop._goes_ahead(last, batch, asked, settings)
 
 
+def test_grammars_are_awaited_once_the_last_one_is_read() -> None:
+    """SGLang advances them by what it accepted."""
+    run, heard = Run("chain-3", overlap=True), list[bool]()
+    run.step()
+    run.loop.decode(run.batch(), None, lambda: heard.append(run.loop._arriving is None))
+    assert heard == [True]
+
+
 def test_not_where_texts_are_searched() -> None:
     run = Run("chain-3", overlap=True, drafts="suffix")
     run.policies.current.plan = shallow(run.policies.current.plan)  # type: ignore[method-assign]
