@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from adaserve.checkpoints.draft_kind import MEDUSA_HEADS, medusa_heads, read_config
+from adaserve.checkpoints.tensors import save_tensors
 from adaserve.errors import UnsupportedError
-from adaserve.host.files import write_whole
 
 LAYERS, TIED = "medusa_num_layers", "original_lm_head"
 _PICKLED, _PLAIN = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
@@ -82,7 +82,7 @@ def save_medusa(heads: MedusaHeads, folder: Path, **more: Any) -> None:
             tensors[f"{i}.{j}.linear.bias"] = heads.bias[i, j].contiguous()
         if heads.lm_heads is not None:
             tensors[f"{i}.{layers}.weight"] = heads.lm_heads[i].contiguous()
-    write_whole(folder / _PLAIN, save(tensors))
+    save_tensors(tensors, folder / _PLAIN)
     config = {MEDUSA_HEADS: count, LAYERS: layers, TIED: heads.lm_heads is None, **more}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
+from adaserve.checkpoints.tensors import save_tensors
 from adaserve.host.files import write_json
 from adaserve.pair.folders import PLAIN_NAME
-from adaserve.pair.packed import read_weights, save_tensors
+from adaserve.pair.packed import read_weights
 from adaserve.pair.shape import NORM_EPS, Shape, hf_config, require_family, shape_of
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
-from adaserve.host.files import write_whole
+from adaserve.checkpoints.tensors import save_tensors
 from adaserve.pair.folders import PACKED_NAME, PLAIN_NAME, PairError, copy_companions, has_weights
 
 _SCALE = ".scale"
@@ -30,12 +30,6 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantised(values: Tensor, scale: Tensor) -> Tensor:
     return (values.float() * scale.float()[:, None]).to(torch.float16)
-
-
-def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Replaces a safetensors file; others may read it as they may read any new file, unlike what safetensors
-    writes itself. Raises OSError with a name."""
-    write_whole(file, save(dict(tensors), {"format": "pt"}))
 
 
 def pack(source: Path, out: Path) -> None:

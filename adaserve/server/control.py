@@ -18,7 +18,7 @@ class ServerError(UserError, RuntimeError):
 
 
 class ServerControl:
-    """Of the server at ``url``. ``headers``: what requests to it need, so that they are let in."""
+    """Asks and tells the server at ``url``. ``headers``: what requests need, so that they are let in."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self.url, self._headers = url, headers
