@@ -112,7 +112,7 @@ class AdaServeConfig(Checked):
     record: str | None = Field(
         default=None,
         description="record every iteration (of the first data-parallel replica) to this file, for "
-        "`adaserve simulate run --recorded`; to NAME-2 and so on where it is there already",
+        "`adaserve simulate run --recorded`; to NAME-2 and so on if the file exists",
     )
     record_requests: str | None = Field(
         default=None,
@@ -141,13 +141,13 @@ class AdaServeConfig(Checked):
     )
     learn: bool = Field(
         default=False,
-        description="train the draft on what is served, in a process of its own, and serve better ones",
+        description="train the draft on what is served, in a process of its own, and swap in better versions",
     )
     learn_share: float = Field(
         default=0.25, gt=0, le=1, description="share of the requests to learn from, 0 to 1"
     )
     learn_loss: Literal["forward", "reverse", "jsd", "lk", "hard"] = Field(
-        default="jsd", description="what learning minimises (docs/learning.md)"
+        default="jsd", description="loss of the training (docs/learning.md)"
     )
     learn_rate: float = Field(default=6e-4, gt=0, lt=1, description="learning rate of AdamW")
     learn_nice: int = Field(
@@ -164,8 +164,9 @@ class AdaServeConfig(Checked):
     )
     prefill: Literal["slack", "exclusive"] | None = Field(
         default=None,
-        description="slack (default of policies that know SLOs): prefill chunks between decode iterations, "
-        "as large as the running requests' SLOs allow; exclusive (default of the others): all prefills first",
+        description="slack (default of policies that look at SLOs): prefill chunks between decode "
+        "iterations, as large as the running requests' SLOs allow; exclusive (default of the others): all "
+        "prefills first",
     )
     prefill_interval: int = Field(
         default=8,
@@ -177,23 +178,23 @@ class AdaServeConfig(Checked):
         default=3000.0,
         gt=0,
         lt=1e9,
-        description="slack: prompts without a TTFT SLO are queued as if this were theirs",
+        description="slack: TTFT SLO by which prompts without one are queued",
     )
     prefill_headroom: float = Field(
         default=1.1,
         ge=0,
         lt=100,
-        description="slack: a prompt waits while one more request would leave the tightest running TPOT SLO "
-        "with less headroom than this factor, and with a TTFT SLO only until that comes near (0 = never "
-        "wait)",
+        description="slack: a prompt waits as long as one more request would leave the tightest running TPOT "
+        "SLO with less headroom than this factor; a prompt with a TTFT SLO waits only until that is nearly "
+        "due (0 = never wait)",
     )
     prefill_lost_interval_ms: float = Field(
         default=4000.0,
         ge=0,
         lt=1e9,
-        description="slack: a prompt whose TTFT SLO comes near is given up while it would make running "
-        "requests miss theirs; it starts when there is room, or one such prompt this often (0 = none is "
-        "given up)",
+        description="slack: a prompt whose TTFT SLO is nearly due is given up if it would make running "
+        "requests miss their SLOs; it starts when there is room, and one such prompt starts this often in "
+        "any case (0 = none is given up)",
     )
 
     shed: bool = Field(
@@ -203,7 +204,7 @@ class AdaServeConfig(Checked):
     )
     orca: bool = Field(
         default=False,
-        description="add ORCA's response header endpoint-load-metrics, by which Envoy weighs servers",
+        description="add ORCA's response header endpoint-load-metrics, by which Envoy can weigh servers",
     )
 
     @field_validator("policy")

@@ -128,7 +128,7 @@ def check_accelerator() -> list[Finding]:
             Finding(
                 "Accelerator",
                 "note",
-                "none; AdaServe's CPU platform serves",
+                "none; AdaServe's CPU platform is used",
                 "a GPU is not needed for the demo",
             )
         ]
@@ -189,7 +189,7 @@ def check_settings() -> list[Finding]:
     try:
         AdaServeConfig.load()
     except ConfigError as error:
-        return [Finding("Settings", "missing", str(error), f"mend {ENV}, or unset it")]
+        return [Finding("Settings", "missing", str(error), f"correct {ENV}, or unset it")]
     return [Finding("Settings", "ok", ENV)]
 
 

@@ -76,7 +76,7 @@ def _of_drafts(args: Any, config: AdaServeConfig) -> Refusals:
     )
     yield (
         config.learn and on_device(args.device),
-        "drafts learn on CPU hosts alone so far: leave --learn out",
+        "drafts learn only on CPU hosts so far: leave --learn out",
     )
 
 
@@ -150,7 +150,8 @@ def _read(path: str, revision: str | None) -> dict[str, Any]:
 def _of_ranks(args: Any, config: AdaServeConfig) -> Refusals:
     yield (
         args.tp_size > 1 and config.prefill == "slack",
-        "tensor-parallel ranks must prefill alike, and not by the clock: remove --adaserve-prefill slack",
+        "tensor-parallel ranks must prefill alike, so prefills cannot be paced by the clock: remove "
+        "--adaserve-prefill slack",
     )
     yield (
         config.learn and args.dp_size > 1,
@@ -177,8 +178,8 @@ def _of_http(args: Any) -> Refusals:
     )
     yield (
         not all(_KEY.fullmatch(key) for key in (args.api_key, args.admin_api_key) if key is not None),
-        "an empty key lets everybody in, and HTTP headers carry ASCII alone, without spaces at the ends: "
-        "give --api-key and --admin-api-key such values, or leave them out",
+        "keys must be ASCII text, not empty and without spaces at the ends: change --api-key and "
+        "--admin-api-key, or leave them out",
     )
     yield (
         envs.SGLANG_RUST_SERVER.get(),
@@ -250,7 +251,7 @@ def _of_cpus(args: Any, config: AdaServeConfig) -> Refusals:
 
     yield (
         _is_quantised(args, config) and not (cpu_has_amx_support() or is_host_cpu_arm64()),
-        "on CPUs SGLang reads quantised weights by its kernels for AMX or Arm alone, which this host lacks: "
+        "on CPUs SGLang reads quantized weights only with its kernels for AMX or Arm, which this host lacks: "
         "serve models in 16 or 32 bits, without --quantization and --speculative-draft-model-quantization",
     )
     yield args.tp_size > 1, "tensor parallelism is not supported on a CPU: use --tp-size 1"
@@ -280,7 +281,7 @@ def _of_cpus(args: Any, config: AdaServeConfig) -> Refusals:
     )
     yield (
         args.enable_strict_thinking,
-        "SGLang filters the tokens of thoughts on GPUs only: remove --enable-strict-thinking",
+        "strict thinking needs a GPU: remove --enable-strict-thinking",
     )
 
 

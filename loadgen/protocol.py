@@ -87,7 +87,8 @@ def slo_headers(server: Endpoint, request: PlannedRequest) -> dict[str, str]:
     if server.slo_headers in ("both", "class"):
         if not request.slo_class.isascii():
             raise LoadgenError(
-                f"no header can hold the class {request.slo_class!r}: rename it, or give --slo-headers ms"
+                f"the class {request.slo_class!r} does not fit into a header: rename it, or give "
+                "--slo-headers ms"
             )
         headers[HEADER_CLASS] = request.slo_class
     if server.slo_headers in ("both", "ms"):

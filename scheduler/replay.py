@@ -163,7 +163,7 @@ class Recorder:
                 self._file.flush()
         except OSError as error:  # a full disk must not end the server
             self._failed = True
-            logger.warning("AdaServe: iterations are not recorded any more: %s", error)
+            logger.warning("AdaServe: iterations are no longer recorded: %s", error)
 
     def close(self) -> None:
         """Flushes and closes."""

@@ -171,7 +171,7 @@ def locked(folder: Path):
 def install_shared(shared: Path) -> None:
     if shared.exists() and any(shared.iterdir()) and not (shared / OURS).exists():
         raise EnvError(
-            f"{shared} is not empty and no environment of ours: set ADASERVE_ENV to another folder"
+            f"{shared} is not empty and was not made by AdaServe: set ADASERVE_ENV to another folder"
         )
     print(
         "adaserve: first run. SGLang, PyTorch and their libraries are installed: about 11 GB on disk in\n"

@@ -186,8 +186,9 @@ class _Automaton:
                 if (open_at_once := move.bit_count()) > MAX_PLACES:
                     raise RequestError(
                         f"{self.name} can match one text in too many ways (more than {MAX_PLACES} places of "
-                        "it are open at once); let the parts of a repeated group end in a character that "
-                        "they do not hold, as in ([a-z]{1,9} ){0,9}, and do not repeat what is optional"
+                        "it are open at once); let each part of a repeated group end in a character "
+                        "that does not occur inside it, as in ([a-z]{1,9} ){0,9}, and do not repeat what is "
+                        "optional"
                     )
                 self._count(open_at_once)
                 to = 0

@@ -44,6 +44,6 @@ class Effort:
         self._left -= amount
         if self._left < 0:
             raise RequestError(
-                "the grammars of this request are too many, or too large together, to be judged: send fewer "
+                "the grammars of this request are too many, or too large together, to be checked: send fewer "
                 "different ones at a time"
             )

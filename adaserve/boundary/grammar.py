@@ -265,7 +265,7 @@ class _Schema:
         if id(node) in self._open:
             raise RequestError(
                 f"{self.name}: a $ref leads back to itself before it says what a value is; a schema may "
-                "refer to itself inside of properties or items only"
+                "refer to itself only inside properties or items"
             )
         self._open.add(id(node))
         self._effort.spend(SCHEMA)

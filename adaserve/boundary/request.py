@@ -36,7 +36,7 @@ from adaserve.boundary.values import (
 )
 
 _lora = absent("LoRA adapters are not served by ADASERVE")
-_internal = absent("it is SGLang's own and not for clients")
+_internal = absent("it is internal to SGLang")
 _positions = absent("ADASERVE reads logits at generated positions only")
 
 

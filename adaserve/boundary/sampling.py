@@ -82,7 +82,7 @@ def min_p(name: str, value: Any, limits: Limits) -> None:
     if limits.seeded and value > 0:
         raise RequestError(
             f"{name} must be 0 on this server, got {value}: with --enable-deterministic-inference SGLang "
-            "can't draw by it"
+            "cannot apply it"
         )
 
 

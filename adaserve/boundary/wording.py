@@ -121,7 +121,7 @@ def not_json(errors: Sequence[dict[str, Any]], body: Any, kind: str, encoding: s
         return f"the body is encoded as {shown(encoding)}: send it as it is, without content-encoding"
     if isinstance(body, bytes) or any(tuple(e.get("loc", ())) == ("header", "content-type") for e in errors):
         sent = f"got {shown(kind)}" if kind else "which is missing"
-        return f"the body must be JSON, and said to be by the header content-type: application/json, {sent}"
+        return f"the body must be JSON, with the header content-type: application/json, {sent}"
     return None
 
 

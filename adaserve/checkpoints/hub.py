@@ -49,7 +49,7 @@ def why_not_on_hub(name: str) -> str | None:
             "there, set HF_TOKEN"
         )
     except OfflineModeIsEnabled:
-        return f"there is no folder {name} and no download of that name, and HF_HUB_OFFLINE forbids to get it"
+        return f"there is no folder {name} nor a download of it, and HF_HUB_OFFLINE forbids downloading it"
     except httpx.TransportError as error:
         return (
             f"there is no folder {name}, and the Hugging Face hub cannot be reached to look for it there: "

@@ -19,7 +19,7 @@ from adaserve.errors import UnsupportedError
 def obstacles(layer: RadixAttention) -> Iterator[str]:
     """What a layer asks for beyond that."""
     if layer.use_irope:
-        yield "tokens that see their own chunk of the text only"
+        yield "tokens that see only their own chunk of the text"
     if layer.xai_temperature_len > 0 or layer.pos_encoding_mode != "NONE":
         yield "scores that depend on positions"
     if layer.logit_cap and layer.logit_capping_method != "tanh":
@@ -90,8 +90,8 @@ def require_own_positions(model: torch.nn.Module, context_len: int, deepest: int
     first = min((rope.original_max_position_embeddings for rope in ropes), default=None)
     if first is not None and context_len + deepest > first:
         raise UnsupportedError(
-            f"{type(model).__name__} reads positions beyond {first} by other factors (longrope), and SGLang "
-            f"then reads all requests of a batch by them: use --context-length {first - deepest} or less"
+            f"{type(model).__name__} scales positions beyond {first} by other factors (longrope), and SGLang "
+            f"then applies these to all requests of a batch: use --context-length {first - deepest} or less"
         )
 
 
@@ -108,7 +108,7 @@ def require_windows(model: torch.nn.Module, deepest: int, leaves_out: bool) -> N
         )
     if windows and min(windows) < deepest:
         raise UnsupportedError(
-            f"{name} has layers that see {min(windows)} earlier tokens, less than candidate trees are deep: "
+            f"{name} has layers that see {min(windows)} earlier tokens, fewer than candidate trees are deep: "
             f"use --max-depth {min(windows)} or less"
         )
 

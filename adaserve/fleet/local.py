@@ -119,8 +119,8 @@ class RouterSpec:
             raise ServerError(f"the router {self.name} is not installed: pip install {extra}")
         if chosen := _ADDRESSES & self._given:
             raise ServerError(
-                f"the router's flags may not have {', '.join(sorted(chosen))}: give its address to `adaserve "
-                "fleet up`, with --host and --port; its replicas are known"
+                f"the router's flags may not have {', '.join(sorted(chosen))}: give its address with --host "
+                "and --port of `adaserve fleet up`, which also tells it the replicas"
             )
 
     @property

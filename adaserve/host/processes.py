@@ -114,7 +114,7 @@ def require_room() -> None:
     for place in (_SHARED, tempfile.gettempdir()):
         if Path(place).is_dir() and shutil.disk_usage(place).free < _ROOM_BYTES:
             raise UserError(
-                f"{Path(place)} has no room, and the server's processes share files there: make some"
+                f"{Path(place)} has no room left for files that the server's processes share: free some"
             )
 
 

@@ -113,9 +113,7 @@ class Versions:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise DamagedError(
-                f"what {self.folder} names as its current version is damaged ({error})"
-            ) from error
+            raise DamagedError(f"the current version in {self.folder} is damaged ({error})") from error
         if not _began_with(version, draft):
             not_as = f"not {draft}" if version.draft != draft else "with other weights than it has now"
             raise VersionError(
@@ -139,7 +137,7 @@ class Versions:
             ) from None
         except OSError as error:  # some network file systems know no locks
             logger.warning(
-                "AdaServe: %s cannot be locked, so let no other server have it: %s", self.folder, error
+                "AdaServe: %s cannot be locked: let no other server use it (%s)", self.folder, error
             )
         with suppress(FileNotFoundError):
             os.replace(self.folder / _CHOSEN, self.folder / _CURRENT)

@@ -43,7 +43,7 @@ class RequestLog:
             self._write("".join(to_jsonl([row])).encode())
         except OSError as error:  # a full disk must not end the server
             self._failed = True
-            logger.warning("AdaServe: requests are not recorded any more: %s", error)
+            logger.warning("AdaServe: requests are no longer recorded: %s", error)
 
     def _write(self, line: bytes) -> None:
         """All of it or nothing. Raises OSError."""

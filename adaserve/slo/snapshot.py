@@ -187,7 +187,7 @@ def build_snapshot(
 
 def _learning_notes(ranks: Sequence[RankState]) -> list[str]:
     ended = any(r.learning is not None and r.learning.trainer == "ended" for r in ranks)
-    return ["the draft learns no more: its trainer has ended (the log says when)"] if ended else []
+    return ["the draft no longer learns: its trainer has ended (the log says when)"] if ended else []
 
 
 def _lost_slos(ranks: Sequence[RankState]) -> list[str]:

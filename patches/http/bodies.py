@@ -71,7 +71,7 @@ class Unfinished:
             own_bytes += came
             self._held_bytes += came
             if is_part and self._held_bytes > self._most_bytes:
-                why = "the server waits for the rest of too many large requests: try again, or send it faster"
+                why = "too many large requests have arrived only in part: try again later, or send it faster"
                 raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, why, {"Retry-After": "1"})
             return message
 

@@ -39,5 +39,5 @@ def _combine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     except StopIteration as error:
         raise RequestError(
-            "the prompt must have one mark for each image, audio or video that it brings, got more marks"
+            "the prompt must have one placeholder for each image, audio or video sent with it, got more"
         ) from error

@@ -93,6 +93,6 @@ async def _without_a_traceback(
     except ValidationError as error:
         chat = {"messages": self._construct_input_messages(request, before, **more)}
         told = wrong_fields([{**one} for one in error.errors()], chat)
-        raise _MediaInputValidationError(f"input makes no chat: {told}") from error
+        raise _MediaInputValidationError(f"input cannot be made into a chat: {told}") from error
     except ValueError as error:
         raise _MediaInputValidationError(str(error)) from error

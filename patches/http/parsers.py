@@ -32,8 +32,8 @@ PATIENCE_S = 1.0
 """Of processor time, so that a busy host ends nobody's request."""
 
 
-TEXT = "the text was given up: finding tool calls or reasoning in it"
-TOOLS = "tools were given up: send fewer or smaller ones, since checking their schemas"
+TEXT = "the text was not parsed: finding tool calls or reasoning in it"
+TOOLS = "tools are refused, send fewer or smaller ones: checking their schemas"
 
 
 class _GivenUpError(BaseException):

@@ -37,8 +37,8 @@ _BUILDER = "vertex_generate"  # hands a client's fields to the constructor of a 
 _WEIGHTS = "weights are packed when the server starts: restart it to serve others"
 _LORA = "LoRA adapters are not served"
 _CACHE = "the hierarchical cache is not used"
-_PAUSE = "it serves to exchange weights, which are packed when the server starts"
-_EXPERTS = "models with experts are not recorded"
+_PAUSE = "it is for replacing weights, which are packed when the server starts"
+_EXPERTS = "the distribution over experts is not recorded"
 _GROW = "the server cannot grow or change its role while it runs"
 _CORPUS = "drafts come from the draft model, not from a corpus"
 

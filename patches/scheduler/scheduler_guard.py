@@ -144,7 +144,7 @@ def _why_not(scheduler: Any, recv_req: Any) -> str:
             "own, or none"
         )
     if not has_room(scheduler, time.monotonic()):
-        return f"the sessions that are open hold {MAX_SESSION_TOKENS} tokens, which is the most: close some"
+        return f"open sessions may hold at most {MAX_SESSION_TOKENS} tokens together: close some"
     return ""
 
 
@@ -163,7 +163,7 @@ def _open_session(original: Callable[..., Any], self: Any, recv_req: Any) -> Any
     if len(self.sessions) < MAX_SESSIONS:
         return original(self, recv_req)
     logger.warning("AdaServe: session %r is refused: %s are open", recv_req.session_id, MAX_SESSIONS)
-    why = f"{MAX_SESSIONS} sessions are open, which is the most: close some, or give them a timeout"
+    why = f"{MAX_SESSIONS} sessions are open, which is the limit: close some, or give them a timeout"
     return OpenSessionReqOutput(session_id=recv_req.session_id, success=False, rid=why)
 
 

@@ -211,7 +211,7 @@ def test_capacity_knows_how_much_memory_there_is() -> None:
     assert small > large and waited_s > 10 * soon_s
     nobody = output_of("capacity --trace synthetic:9:6 --kv-tokens 1")
     assert " 1 replica: 0.00% attained\n" in nobody
-    assert "9 replicas: 0.00%" in nobody and "95% attainment: no number reaches it" in nobody
+    assert "9 replicas: 0.00%" in nobody and "95% attainment: no number is enough" in nobody
     assert "95% attainment: more than 2" in output_of("capacity --trace synthetic:9:6 --kv-tokens 1 --most 2")
 
 

@@ -42,7 +42,7 @@ def hub_says(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
         (GONE, "hub cannot be reached to look for it there: [Errno -2] Name or service not known"),
         (httpx.ReadTimeout(""), "hub cannot be reached to look for it there: ReadTimeout"),
         (RepositoryNotFoundError("404", response=answered(404)), "neither a folder here nor on the"),
-        (OfflineModeIsEnabled(), "HF_HUB_OFFLINE forbids to get it"),
+        (OfflineModeIsEnabled(), "HF_HUB_OFFLINE forbids downloading it"),
     ],
 )  # fmt: skip
 def test_a_model_that_is_nowhere(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

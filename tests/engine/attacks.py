@@ -220,10 +220,10 @@ def texts() -> Iterator[Attack]:
     yield chat("very many messages", "values besides token ids", messages=wrong * 5)
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(250)}}
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(100)]
-    yield chat("many large tools", "tools were given up: send fewer or smaller ones", tools=tools)
+    yield chat("many large tools", "tools are refused, send fewer or smaller ones", tools=tools)
     call = {"type": "function", "function": {"name": "f"}}
     parse = {"text": "<tool_call>" * 40_000, "tools": [call], "tool_call_parser": "glm47"}
-    yield Attack("a text full of calls", "/parse_function_call", parse, "given up")
+    yield Attack("a text full of calls", "/parse_function_call", parse, "not parsed")
     parse = {"text": '{"a": ' * 100_000, "tools": [call], "tool_call_parser": "llama3"}
     yield Attack("a text of deep calls", "/parse_function_call", parse, "nested too deeply")
 

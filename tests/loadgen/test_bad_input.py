@@ -450,7 +450,7 @@ def test_a_class_of_the_trace_that_the_server_refuses(tmp_path: Path) -> None:
         assert "unknown SLO class 'vip'" in refused(*bench, "--trace", str(tmp_path / "t.jsonl"))
         (tmp_path / "t.jsonl").write_text(jsonl(0, slo_class="聊天", slo_tpot_ms=30))
         said = refused(*bench, "--trace", str(tmp_path / "t.jsonl"))
-        assert "no header can hold the class '聊天': rename it, or give --slo-headers ms" in said
+        assert "the class '聊天' does not fit into a header: rename it, or give --slo-headers ms" in said
 
 
 def test_port_of_the_web_ui_in_use() -> None:

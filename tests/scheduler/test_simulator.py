@@ -562,7 +562,7 @@ class TestReplay:
             replica.submit(request)
         while replica.busy:
             replica.step()
-        assert caplog.text.count("not recorded any more") == 1
+        assert caplog.text.count("no longer recorded") == 1
         recorder.close()
 
     def test_a_different_policy_is_noticed(self, tmp_path):

@@ -291,7 +291,7 @@ def test_a_full_disk_costs_the_record_and_nothing_else(caplog: pytest.LogCapture
     books = SLOLedger(BASELINE_S, SLOStats(SLOConfig()), log)
     for rid in ("a", "b"):
         assert books.close(Req(rid, origin_input_ids=[1]))["met"]
-    assert caplog.text.count("not recorded any more") == 1
+    assert caplog.text.count("no longer recorded") == 1
 
 
 def test_what_a_full_disk_leaves_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,9 +164,9 @@ MEDIA = {"type": "value_error", "loc": ["header", "content-type"], "msg": "Unsup
 @pytest.mark.parametrize(
     ("error", "body", "kind", "encoding", "told"),
     [
-        (NO_DICT, b"{}", "application/x-www-form-urlencoded", "", "the body must be JSON, and said to be by the header content-type: application/json, got 'application/x-www-form-urlencoded'"),
-        (NO_DICT, b"{}", "", "", "the body must be JSON, and said to be by the header content-type: application/json, which is missing"),
-        (MEDIA, None, "text/plain", "", "the body must be JSON, and said to be by the header content-type: application/json, got 'text/plain'"),
+        (NO_DICT, b"{}", "application/x-www-form-urlencoded", "", "the body must be JSON, with the header content-type: application/json, got 'application/x-www-form-urlencoded'"),
+        (NO_DICT, b"{}", "", "", "the body must be JSON, with the header content-type: application/json, which is missing"),
+        (MEDIA, None, "text/plain", "", "the body must be JSON, with the header content-type: application/json, got 'text/plain'"),
         (NOT_JSON, "", JSON, "gzip", "the body is encoded as 'gzip': send it as it is, without content-encoding"),
         (NOT_JSON, "", JSON, "identity", None),
         (NOT_JSON, "", JSON, "", None),

@@ -186,6 +186,6 @@ def _notes(plan: ContextPlan) -> str:
         f"Times are medians of {plan.rounds} rounds in turns, of forwards alone, over a synthetic KV cache. "
         f"Acceptance is that of held-out texts of {text.length} tokens at T = {text.temperature:g}, at every "
         f"context; the pair has been trained on up to {MAX_CONTEXT_TOKENS}. A tree has levels x candidates, "
-        "and continues after the best candidate only. What a server adds around an iteration is not in it. "
+        "and continues after the best candidate only. What a server adds around an iteration is left out. "
         "T is a plain step, T_D a draft step, T_V a verification; * marks the winner."
     )

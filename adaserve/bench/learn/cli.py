@@ -47,7 +47,7 @@ def bench_learn(
     policy: Annotated[str, _served("Scheduling policy, as in `adaserve serve`.")] = "chain-4",
     share: Annotated[float, _served("Share of the requests to learn from, 0 to 1.", min=0, max=1)] = 1.0,
     loss: Annotated[
-        str, _served("What training minimises: jsd, forward, reverse, lk or hard (docs/learning.md).")
+        str, _served("Loss of the training: jsd, forward, reverse, lk or hard (docs/learning.md).")
     ] = "jsd",
     nice: Annotated[
         int,

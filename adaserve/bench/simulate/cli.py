@@ -130,7 +130,7 @@ def run(
         typer.Option(
             min=0.0,
             max=1.0,
-            help="By what share the logits of the draft's likeliest tokens are too large: it is too sure.",
+            help="Share by which the logits of the draft's likeliest tokens are too large.",
             show_default="0.15; a recording's own with --recorded",
             rich_help_panel=TRAFFIC,
         ),
@@ -236,7 +236,7 @@ def capacity(
         print(f"iterations take {of.slowdown:.2f} times what {said}: as the recorded ones did")
     for n, got in answer.tried.items():
         print(f"{_replicas(n):>14}: {percent(got, 2)}% attained{_first_tokens(summaries[n])}")
-    none = "no number reaches it" if most == len(loaded) else f"more than {most}"
+    none = "no number is enough" if most == len(loaded) else f"more than {most}"
     print(f"minimum replicas for {100 * target:g}% attainment: {answer.replicas or none}")
 
 

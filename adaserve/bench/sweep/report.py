@@ -194,12 +194,12 @@ def _intro(results: Results) -> str:
         f"{prefill['fixed_ms']:.1f} ms + {prefill['per_token_ms']:.2f} ms per token on the idle host.",
         f"{source}; prompts {plan.prompt_scale:g} and",
         f"outputs {plan.output_scale:g} times as long as the paper's or the trace's.",
-        f"Requests state max_tokens {plan.max_tokens}; answers end before, where no system knows."
+        f"Requests state max_tokens {plan.max_tokens}; answers end earlier, at lengths that no system knows."
         if plan.max_tokens
         else "Requests state exactly how long the answer is, and only `priced` and the gate look at it.",
         f"Blocks of {plan.seconds:g} s of arrivals, seeds {seeds}; all systems play a block, in random",
         "order, before the next one. Prompts are held-out text whose plain continuation does not loop",
-        f"(share that passed: {loops}). By itself only `{default_policy()}` has our prefills and gate.",
+        f"(share that passed: {loops}). Without +gate, only `{default_policy()}` has our prefills and gate.",
         f"Lengths, chosen on another seed: {lengths}." if lengths else "",
     )
     return " ".join(s for s in sentences if s)

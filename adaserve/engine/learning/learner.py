@@ -76,7 +76,7 @@ class Learner:
             try:
                 versions.current(folder)
             except DamagedError as error:
-                logger.warning("AdaServe: %s, so the draft starts as it came", error)
+                logger.warning("AdaServe: %s, so the draft starts from its original weights", error)
         self._tap, self._model, self._source, self._stats = tap, model, source, stats
         self.link = TrainerLink(config, folder, bytes_of(model), target)
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # what a candidate must look like
@@ -177,7 +177,7 @@ class Learner:
         self.state.swaps += 1
         self.state.swap_ms = (time.perf_counter() - start_s) * 1e3
         logger.info(
-            "AdaServe: another draft serves, %.3f tokens of 4 accepted instead of %.3f (swapped in %.2f ms)",
+            "AdaServe: swapped in another draft: %.3f tokens of 4 accepted instead of %.3f (it took %.2f ms)",
             candidate.score, candidate.present, self.state.swap_ms,
         )  # fmt: skip
         self.link.say(Answer(candidate.number, taken=True))

@@ -96,11 +96,11 @@ class TrainerLink:
             self._ended("has ended", now_s)
             return []
         except msgspec.DecodeError as error:
-            self._ended(f"said what can't be read ({error}) and was stopped", now_s)
+            self._ended(f"sent something that cannot be read ({error}) and was stopped", now_s)
             return []
         silent_s = 0.0 if self._asked_s is None else now_s - self._asked_s
         if silent_s > SILENT_S and not starves(self._process.pid, self.cpu_s - self._cpu_before_s, silent_s):
-            self._ended("hangs and was stopped", now_s)
+            self._ended("hung and was stopped", now_s)
             return []  # a draft among it would lie in memory that is gone
         return said
 

@@ -107,6 +107,8 @@ def test_input_that_makes_no_chat_is_told_in_a_line() -> None:
     async def make(self: Any, request: Any, before: Any, **more: Any) -> None:
         ChatCompletionRequest(messages=self._construct_input_messages(request, before, **more))
 
-    with pytest.raises(ValueError, match=r"^input makes no chat: messages\[0\].content: Input") as error:
+    with pytest.raises(
+        ValueError, match=r"^input cannot be made into a chat: messages\[0\].content"
+    ) as error:
         asyncio.run(_without_a_traceback(make, made, None, None, tool_adapter=None))
     assert "\n" not in str(error.value) and "http" not in str(error.value)
