@@ -111,7 +111,7 @@ def test_seeds_need_not_have_the_same_classes(tmp_path: Path) -> None:
     page = page_of(runs, tmp_path)
     assert "priced: 2 seeds" in page and "Of priced-seed0, the first of 2 runs." in page
     alone = page_of(runs[:1], tmp_path)
-    assert "the first of" not in alone and "all requests but those that their client ended" in alone
+    assert "the first of" not in alone and "all requests except those that their client ended" in alone
 
 
 def test_the_report_lists_them(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_key_is_asked_for_and_used(serve: Any) -> None:
     with browser(1000, 800) as page:
         page.open(url)
         page.wait("return !document.getElementById('message').hidden")
-        assert "wants its API key" in page.run("return document.body.innerText")
+        assert "needs its API key" in page.run("return document.body.innerText")
         fill = "document.querySelector('input').value = arguments[0];"
         fill += "document.querySelector('form button').click()"
         page.run(fill, "wrong")
