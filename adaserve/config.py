@@ -1,7 +1,7 @@
 """The settings of an AdaServe server, fixed before it starts.
 
 SGLang's child processes inherit the environment and nothing else of ours, so the configuration
-travels as one JSON value in ``ADASERVE_CONFIG``. Flags beat it.
+travels as one JSON value in ``ADASERVE_CONFIG``. Flags take precedence over it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 ENV = "ADASERVE_CONFIG"
 CLASSES_ENV = "ADASERVE_CLASSES"
-"""What the file of SLO classes held when the server started, as JSON. Its processes look at other times: an
-HTTP worker when it is started, perhaps once more, and some at their first request."""
+"""What the file of SLO classes held when the server started, as JSON. Its processes need it at other times:
+an HTTP worker when it is started, perhaps a second time, and some at their first request."""
 PREFILLS = ("slack", "exclusive")
 DRAFTS = ("model", "self", "suffix")
 AUTO_WINDOWS = (0, 256, 64)
@@ -35,8 +35,8 @@ AUTO_WINDOWS = (0, 256, 64)
 MOST_RUNNING = 64
 """Requests that a server runs at once, unless ``--max-running-requests`` says otherwise."""
 CPU_WIDTH, GPU_WIDTH = 3, 8
-"""W_max unless ``--max-width`` says otherwise. With an H200's costs and one request, eight beams bring 6%
-more tokens per second than three; on a CPU verified tokens cost too much for them."""
+"""W_max unless ``--max-width`` says otherwise. With an H200's costs and one request, eight beams give 6% more
+tokens per second than three; on a CPU verified tokens are too expensive for that."""
 
 
 class ConfigError(UserError, ValueError):
@@ -357,7 +357,7 @@ class AdaServeConfig(Checked):
 
     @property
     def has_self(self) -> bool:
-        """Whether the target drafts for itself, with little of its KV cache (MagicDec, section 4)."""
+        """Whether the target drafts for itself, from a small part of its KV cache (MagicDec, section 4)."""
         return "self" in self.drafts.split(",")
 
     @property
@@ -372,12 +372,11 @@ class AdaServeConfig(Checked):
 
     @property
     def draft_models(self) -> int:
-        """How many models draft; the target counts where it drafts for itself."""
+        """How many models draft; the target counts if it drafts for itself."""
         return self.has_self if not self.has_model else 1 if self.second_draft is None else 2
 
     def for_policies(self, **host: Any) -> PolicyConfig:
-        """What policies are built from on such a server. ``host``: their settings that depend on where it
-        runs."""
+        """The settings of policies on this server. ``host``: those that depend on where it runs."""
         from adaserve.scheduler.config import PolicyConfig
 
         return PolicyConfig(
@@ -391,7 +390,7 @@ class AdaServeConfig(Checked):
         )
 
     def for_prefills(self, **host: Any) -> PrefillConfig:
-        """The same of the rule that paces prefills by slack."""
+        """The settings of the rule that paces prefills by slack."""
         from adaserve.scheduler.prefill import PrefillConfig
 
         return PrefillConfig(
@@ -416,7 +415,7 @@ class AdaServeConfig(Checked):
 
     @property
     def most_children(self) -> int:
-        """Best tokens behind one node that a draft step looks for, at most."""
+        """Most children that a draft step looks for below one node."""
         return max(self.widest, *self.for_policies().fixed_branching)
 
     @property
@@ -426,7 +425,7 @@ class AdaServeConfig(Checked):
 
     @property
     def suffix_candidates(self) -> int:
-        """Nodes that suffix makes for one request: one whole continuation and half of another."""
+        """Nodes that suffix proposes for one request: one whole continuation and half of another."""
         return self.suffix_depth + self.suffix_depth // 2 if self.has_suffix else 0
 
     @property
@@ -435,7 +434,7 @@ class AdaServeConfig(Checked):
         return self.candidates(self.widest)
 
     def candidates(self, width: int) -> int:
-        """The same where drafts have ``width`` beams at most."""
+        """``max_candidates`` if drafts have at most ``width`` beams."""
         drafted = self.draft_models * self.max_depth * width
         return drafted + self.suffix_candidates + self.forced_depth
 
@@ -477,8 +476,8 @@ def slo_classes() -> SLOConfig:
 
 
 def settle_classes() -> None:
-    """Makes what the file of SLO classes holds now those of this process and of all that it starts, whatever
-    becomes of the file. Raises ConfigError."""
+    """Fixes the SLO classes of this process, and of all that it starts, to what the file holds now, even if
+    the file changes later. Raises ConfigError."""
     os.environ.pop(CLASSES_ENV, None)
     slo_classes.cache_clear()
     os.environ[CLASSES_ENV] = slo_classes().model_dump_json()

@@ -32,7 +32,8 @@ DRAFTED = MODEL | SECOND_MODEL
 """Nodes that draft steps made. All other bits belong to the driver."""
 
 LEAST_WINDOW = 16
-"""Recent tokens that a draft step reads at least: those that a draft model takes in late are among them."""
+"""A draft step reads at least this many recent tokens: those that a draft model catches up on are among
+them."""
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -64,8 +65,8 @@ class CandidateTrees:
     depth: IntArray  # [m]: 1 for children of the root
     logprob: FloatArray  # [m]: log of the path probability root..node under the draft, <= 0
     source: IntArray | None = None
-    """[m]: who proposed each node, bits. Nodes without ``DRAFTED`` cost nothing to draft, and nodes with a
-    bit of the driver as well would be there without a draft step. None = all are from one draft model."""
+    """[m]: who proposed each node, as bits. Nodes without ``DRAFTED`` cost nothing to draft. Nodes that also
+    have a bit of the driver would exist without a draft step. None = all are from one draft model."""
 
     @staticmethod
     def empty(n: int) -> CandidateTrees:
@@ -92,7 +93,7 @@ class CandidateTrees:
 
     @cached_property
     def above(self) -> IntArray:
-        """Index of every node's parent among all nodes, [m]; their number for children of a root."""
+        """Index of every node's parent among all nodes, [m]; ``n_nodes`` for children of a root."""
         return np.where(self.parent < 0, self.n_nodes, self.parent + self.first)
 
     @cached_property
@@ -102,7 +103,7 @@ class CandidateTrees:
 
     @cached_property
     def begins_level(self) -> BoolArray:
-        """Whether no other node stands before a node in its level of its row, [m]."""
+        """Whether a node is the first one of its level in its row, [m]."""
         row, depth = self.row, self.depth
         begins: BoolArray = np.append(True, (row[1:] != row[:-1]) | (depth[1:] != depth[:-1]))
         return begins[: self.n_nodes]
@@ -116,7 +117,8 @@ class CandidateTrees:
 
 @lru_cache(maxsize=64)
 def _rows_of(starts: bytes) -> tuple[IntArray, IntArray]:
-    """``CandidateTrees.row`` and ``first``: searches over as many rows often have the same."""
+    """``CandidateTrees.row`` and ``first``, cached: searches over the same number of rows often share
+    them."""
     row_start = np.frombuffer(starts, np.int64)
     sizes = row_start[1:] - row_start[:-1]
     found = np.arange(len(sizes)).repeat(sizes), row_start[:-1].repeat(sizes)
@@ -127,7 +129,7 @@ def _rows_of(starts: bytes) -> tuple[IntArray, IntArray]:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What draft steps are to be made, or are being made, for n requests."""
+    """The draft steps to be made, or being made, for n requests."""
 
     depth: int  # d: draft steps; 0 = draft nothing
     width: int = 1  # w: beams kept per request and step
@@ -135,10 +137,10 @@ class Draft:
     """Fixed expansion (SpecInfer): children per live beam at each step, instead of a beam of width w.
     ``len(branching) == depth``."""
     rows: BoolArray | None = None
-    """Rows that draft steps are made for, [n]; None = all. Others have the offered candidates."""
+    """Rows that draft steps are made for, [n]; None = all. The other rows have only offered candidates."""
     window: IntArray | None = None
-    """Most recent cached tokens that draft steps read of each row, besides its first ``sinks``, [n]; 0 = all
-    that are cached. None = 0 for every row. At least ``LEAST_WINDOW`` otherwise."""
+    """How many of the most recent cached tokens draft steps read of each row, besides its first ``sinks``,
+    [n]; 0 = all cached tokens, otherwise at least ``LEAST_WINDOW``. None = 0 for every row."""
     sinks: int = 0
 
     def __post_init__(self) -> None:
@@ -156,7 +158,8 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class RunningBatch:
-    """The requests that decode in this iteration; every array has shape [n], offered candidates aside."""
+    """The requests that decode in this iteration; every array has shape [n], except for offered
+    candidates."""
 
     rids: tuple[str, ...]
     slo_class: tuple[str, ...]  # bounded set of names, "default" when the request named none
@@ -171,24 +174,24 @@ class RunningBatch:
     """Prefill tokens that will share this iteration's verify forward (mixed chunks); 0 = none. Servers never
     mix, only the simulator does."""
     offered: CandidateTrees | None = None
-    """Candidates that are there before a plan is made, at no cost, within ``max_depth``. What is drafted
-    joins them."""
+    """Candidates that exist before a plan is made, at no cost, within ``max_depth``. Drafted ones are added
+    to them."""
     underway: Draft | None = None
-    """The draft of this iteration, where it was queued before it was known what the one before accepts. Plans
-    take it as it is."""
+    """The draft of this iteration, if it was queued before it was known what the previous iteration accepts.
+    Plans use it as it is."""
     may_go_unread: bool = False
-    """Whether candidates can be verified before anybody has read them. Where a plan takes all of them, the
-    device need not wait until the host has selected."""
+    """Whether candidates can be verified before the host has read them. If a plan takes all of them, the
+    device need not wait for the host's selection."""
     likely_tokens: IntArray | None = None
-    """What is likely still to be generated, [n], by what clients expect or what answers of the class brought;
-    None = ``remaining_tokens``. It may be wrong, so it never limits a tree."""
+    """How many tokens are likely still to be generated, [n], by what clients expect or by the lengths of
+    earlier answers of the class; None = ``remaining_tokens``. It may be wrong, so it never limits a tree."""
 
     def __len__(self) -> int:
         return len(self.rids)
 
     @property
     def tokens_ahead(self) -> IntArray:
-        """Tokens until the end, by the best that is known, [n]: what an SLO's slack is judged by."""
+        """Best estimate of the tokens until the end, [n]: an SLO's slack is judged by it."""
         return self.remaining_tokens if self.likely_tokens is None else self.likely_tokens
 
 
@@ -207,11 +210,11 @@ class IterationPlan:
     cap: IntArray | None = None
     """Deepest node per row that may be kept, [n]; None = no row is limited below ``draft.depth``."""
     then: Draft | None = None
-    """What is to be drafted in the next iteration if that can't wait for a plan, judged by this one."""
+    """What to draft in the next iteration, judged by this one, if that draft cannot wait for a plan."""
     takes_all: bool = False
-    """Whatever is drafted is verified, all of it within ``cap``. So a driver may queue the verification
-    behind the draft before the candidates are known. It asks for the selection later, from which a policy may
-    learn."""
+    """All drafted candidates within ``cap`` are verified, whatever they are. So a driver may queue the
+    verification behind the draft before the candidates are known. It asks for the selection later, so that
+    the policy can learn from it."""
 
     @property
     def need(self) -> FloatArray:
@@ -231,7 +234,7 @@ class IterationPlan:
 
     @property
     def draft_context(self) -> Context:
-        """What a draft step reads, all rows that are drafted for together."""
+        """What a draft step reads, summed over all rows that are drafted for."""
         reads, rows = self.draft.reads(self.running.context_tokens), self.draft.rows
         reads = reads if rows is None else reads[rows]
         return Context(float(reads.sum()), max(1, len(reads)))
@@ -274,8 +277,8 @@ class Selection:
 class IterationOutcome:
     """What one iteration did. Times are seconds of wall clock, measured by the driver.
 
-    A draft that must first take in tokens it had missed (after iterations that drafted nothing) catches
-    up. That is not what a draft step costs, so the driver keeps it out of ``draft_s``, on every device.
+    A draft that must first read tokens it had missed (after iterations that drafted nothing) catches up. That
+    is not part of the cost of a draft step, so the driver keeps it out of ``draft_s``, on every device.
     """
 
     plan: IterationPlan
@@ -292,12 +295,13 @@ class IterationOutcome:
     prefilled: bool = False  # whether prompts had forwards of their own in that time
     prefill_tokens: int = 0  # prefill tokens that shared the verify forward; their time is in verify_s
     first_level_s: float | None = None
-    """Of ``draft_s``, until the first of several levels was there; None where only whole drafts are timed."""
+    """The part of ``draft_s`` until the first of several levels was done; None if only whole drafts are
+    timed."""
 
     @property
     def cycle_s(self) -> float:
         """From the end of the previous iteration to the end of this one, if any of its requests decoded in
-        that one as well; else what was in between is not theirs, and it is ``total_s``."""
+        that one as well. Otherwise the time in between is not theirs, and this is ``total_s``."""
         continued = self.since_last_s > 0 and bool(self.plan.running.decoded_tokens.any())
         return self.since_last_s if continued else self.total_s
 
@@ -312,21 +316,21 @@ class Policy(Protocol):
         ...
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """Decides which candidates are verified: all within their ``cap`` where the plan says so."""
+        """Decides which candidates are verified: all within their ``cap`` if the plan takes all."""
         ...
 
     def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:
-        """Optional for a driver that has to wait for the candidates: what makes ``select`` faster.
+        """Optional, for a driver that has to wait for the candidates: makes the next ``select`` faster.
 
-        ``like``: those of another iteration of the same requests, to go through a selection with; nothing
-        is learned of them. Code and data that have left the processor's caches are back by then."""
+        ``like``: candidates of another iteration of the same requests, for a trial selection from which
+        nothing is learned. It brings code and data back into the processor's caches."""
         ...
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Optional for a driver: asked after draft step ``step`` (1-based) while step < plan.draft.depth.
 
         ``frontier_logprob`` [n, beams]: path log-probabilities of the newest level, -inf where a row
-        has no such beam. False = select from what is there. A driver that can't stop early (CUDA
+        has no such beam. False = select from the candidates so far. A driver that cannot stop early (CUDA
         graphs over all steps) need not ask.
         """
         ...

@@ -24,22 +24,22 @@ Pacing = Literal["fixed", "slack"]
 
 LEAST_HEADROOM = 0.8
 HEADROOM_PER_LATE = 0.05
-"""A prompt whose TTFT SLO comes near is given up if the tightest running TPOT SLO would keep less headroom
-than the first, more by the second for every late prompt that waits, and at most 1. With nobody late it may
-be a short burst, which costs the running requests little. With many, the load is too high to serve
-everybody in time, and every further request makes others miss theirs. Tuned on the sweep's traffic, in the
-simulator."""
+"""A prompt whose TTFT SLO is nearly due is given up if starting it would leave the tightest running TPOT SLO
+with too little headroom. The limit is the first number, plus the second for every late prompt that waits, but
+at most 1. With nobody late it may be a short burst, which costs the running requests little. With many late,
+the load is too high to serve everybody in time, and every further request makes others miss their SLOs. Tuned
+on the sweep's traffic, in the simulator."""
 
 LOST_HEADROOM = 1.5
-"""A prompt whose TTFT SLO is lost starts with this headroom, or with that of the gate if it is more. It has
-nothing left to win, and with the gate's headroom alone the lost ones would fill up the batch, so that those
-who can still be in time would be lost as well. Tuned likewise."""
+"""A prompt whose TTFT SLO is lost needs this headroom to start, or that of the gate if it is more. It has
+nothing left to gain. With only the gate's headroom the lost prompts would fill up the batch, so that those
+that can still be in time would be lost as well. Tuned likewise."""
 
 LATER_S = 1e6
-"""More than any wait, so that it comes after all others."""
+"""More than any wait, so that such a prompt comes after all others."""
 
 GATE_CLAIM = 0.6
-"""A prompt starts anyway when its prefill needs this share of the time that is left."""
+"""A prompt starts anyway when its prefill needs this share of the time that is left until its TTFT SLO."""
 
 WASTE = 1.15
 """A token in a chunk that is worth a forward costs at most this many times one in the largest chunk."""
@@ -48,7 +48,7 @@ STARTING_ITERATIONS = 12
 """Iterations that pass between the decision that a prompt starts and its first token, beyond its prefill."""
 
 MOST_WAITING = 64
-"""A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
+"""A decision looks at this many prompts of the queue: of those that can be in time, the ones due first."""
 
 MOST_LATE = 16
 """It also looks at this many prompts that will miss their TTFT SLO, those that have waited longest: more of
@@ -57,7 +57,7 @@ them change nothing."""
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """By default: no gate, nobody is shed, first come first served, fixed chunks."""
+    """Settings of prefills. By default: no gate, no shedding, first come first served, fixed chunks."""
 
     chunk_tokens: int = 512  # most prefill tokens per iteration
     order: Order = "fcfs"
@@ -106,12 +106,12 @@ class WaitingBatch:
 
     @property
     def has_tpot_slo(self) -> BoolArray:
-        """Who has a TPOT SLO to meet, [n]."""
+        """Which prompts have a TPOT SLO to meet, [n]."""
         return np.isfinite(self.tpot_slo_s)
 
     @property
     def stated(self) -> BoolArray:
-        """Who states a TTFT SLO, [n]."""
+        """Which prompts state a TTFT SLO, [n]."""
         return np.isfinite(self.ttft_slo_s)
 
 
@@ -132,11 +132,11 @@ class Situation:
 
     @cached_property
     def late(self) -> BoolArray:
-        """Which prompts that have not started can't have their first token out when it is due, [n]; none
-        where nobody is given up.
+        """Which prompts that have not started cannot have their first token out when it is due, [n]; none if
+        no prompt is ever given up.
 
-        Their prefill would come too late even as the next one; an iteration's time is left for the first
-        token's way to the client."""
+        Their prefill would come too late even if it were the next one. The time of an iteration is reserved
+        for the first token's way to the client."""
         if self.config.lost_every_s is None:
             return np.zeros(len(self.aims_s), np.bool_)
         reading_s = prefill_s(self.waiting.prompt_left, self.pressure) + self.waiting.encode_s
@@ -147,13 +147,13 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What to prefill now: the rows of ``order`` until ``tokens`` are spent (0 = decode first). Those of
-    ``shed`` get 429. ``lost``: a lost prompt comes first now, for having waited longest. ``reserved``: those
-    of the tokens that belong to prompts which overtake a started one.
+    """What to prefill now: the rows of ``order`` until ``tokens`` are spent (0 = decode first). Rows of
+    ``shed`` get 429. ``lost``: a lost prompt comes first this time, because it has waited longest.
+    ``reserved``: how many of the tokens belong to prompts that overtake a started one.
 
     A lost prompt has had its turn even if there is no room for it. Otherwise it would come first until there
-    is, and nobody could pass it who can still be in time: in the simulator, with little memory, a tenth of
-    all requests would miss their SLOs for that, and no prompt would wait less."""
+    is room, and no prompt that can still be in time could pass it. In the simulator, with little memory, a
+    tenth of all requests would miss their SLOs because of that, and no prompt would wait less."""
 
     tokens: int
     order: IntArray
@@ -169,7 +169,8 @@ def least_chunk(sizes: IntArray, seconds: FloatArray) -> int:
 
 
 def tpot_to_meet_s(tpot_slo_s: float, most_tokens: int) -> float:
-    """The TPOT SLO of a request, inf where none is stated: an answer of one token or none has no TPOT."""
+    """The TPOT SLO of a request, inf if none is stated or if the answer has at most one token, and so no
+    TPOT."""
     return math.inf if most_tokens <= 1 else tpot_slo_s
 
 
@@ -197,9 +198,9 @@ def until_read_s(situation: Situation, order: IntArray) -> FloatArray:
 def claimed_share(situation: Situation, order: IntArray) -> float:
     """Share of the time that prefills need for all of ``order`` (not empty) to be done in time; 0 to 1.
 
-    Only a TTFT SLO that can still be met claims more than ``late_share``: one for which even all of the time
-    would be too little is lost already. The next decision comes after an iteration: what is left then
-    counts.
+    Only a TTFT SLO that can still be met claims more than ``late_share``. An SLO for which even all of the
+    time would be too little is lost already. The next decision comes after an iteration, so the time left by
+    then counts.
     """
     waiting, pressure = situation.waiting, situation.pressure
     work_s = until_read_s(situation, order)
@@ -214,8 +215,9 @@ def slack_tokens(situation: Situation, order: IntArray) -> int:
     """Size of the chunk that ``order`` (not empty) gets before the next decode iteration; 0 = decode first.
 
     As much as the tightest request can bear (``spend`` of its slack), or as much as the waiting prompts
-    claim, whichever is more. A chunk too small to be worth a forward, or for a prompt that overtakes, waits
-    until more has come together, but for at most ``most_decodes`` iterations: a prompt always makes progress.
+    claim, whichever is more. A chunk that is too small to be worth a forward, or too small for a prompt that
+    overtakes, waits until there is more, but for at most ``most_decodes`` iterations: a prompt always makes
+    progress.
     """
     config, waiting, pressure = situation.config, situation.waiting, situation.pressure
     left = int(waiting.prompt_left[order].sum())
@@ -244,9 +246,9 @@ def slack_tokens(situation: Situation, order: IntArray) -> int:
 
 
 def ends_of_groups(situation: Situation, order: IntArray) -> IntArray:
-    """Where groups of ``order`` end that are worth a forward: prompts that follow each other, until reading
-    their tokens takes as long as a forward does in any case, or no more fit whole into one. Lost ones are
-    never in a group with others, and fewer than ``PER_LOST`` prompts are judged one by one.
+    """Where the groups of ``order`` end. A group is prompts that follow each other and share a forward: until
+    reading their tokens takes as long as the fixed cost of a forward, or no more fit whole into one. Lost
+    prompts are never in a group with others, and fewer than ``PER_LOST`` prompts are judged one by one.
 
     On a GPU, where one prompt costs nearly what ten cost, a group is all that fit; on a CPU it is one."""
     waiting, enough = situation.waiting, situation.pressure.worth_tokens
@@ -255,8 +257,8 @@ def ends_of_groups(situation: Situation, order: IntArray) -> IntArray:
 
 
 def unsplit_tokens(situation: Situation, order: IntArray) -> int:
-    """Of the prompts of ``order`` that fit whole into a forward, where a chunk must end with one of them: two
-    halves would cost more than they spare. 0 = nowhere."""
+    """Tokens of the prompts of ``order`` that fit whole into a forward, if a chunk must end with one of them
+    because two halves would cost more than they save. 0 = a chunk may end anywhere."""
     waiting, most = situation.waiting, situation.config.chunk_tokens
     if _overtakes_first(waiting, order):
         return 0
@@ -269,8 +271,8 @@ def overtaking(config: PrefillConfig, waiting: WaitingBatch, due_s: FloatArray) 
     """Prompts that go before started ones, [n]: those that state when they are due, which is earlier, and fit
     into one chunk.
 
-    A server holds one prompt that is read in part. So a prompt can only pass it whole, in a chunk of which
-    the started one gets the rest.
+    A server holds only one partly read prompt. So another prompt can pass it only as a whole, in a chunk
+    whose rest goes to the started one.
     """
     if not waiting.started.any():
         return np.zeros(len(due_s), np.bool_)
@@ -283,7 +285,7 @@ def _overtakes_first(waiting: WaitingBatch, order: IntArray) -> bool:
 
 
 def reserved_tokens(waiting: WaitingBatch, order: IntArray, tokens: int) -> int:
-    """Of a chunk, what belongs to the prompts that stand before the started one and fit in beside it."""
+    """The tokens of a chunk that belong to prompts which come before the started one and fit in beside it."""
     if not _overtakes_first(waiting, order):
         return 0
     ahead = order[: int(np.argmax(waiting.started[order]))]
@@ -292,8 +294,9 @@ def reserved_tokens(waiting: WaitingBatch, order: IntArray, tokens: int) -> int:
 
 
 def most_overdue(situation: Situation, order: IntArray) -> int | None:
-    """The prompt of ``order`` that is overdue longest, if none was started for this reason for
-    ``lost_every_s``. A lost one must have been due for as long, one without a TTFT SLO has been patient."""
+    """The prompt of ``order`` that has been overdue longest, if none was started for this reason in the last
+    ``lost_every_s``. A lost one must have been due for that long; one without a TTFT SLO has already been
+    patient."""
     waiting, every_s = situation.waiting, situation.config.lost_every_s
     if not len(order) or every_s is None or situation.pressure.lost_wait_s < every_s:
         return None
@@ -305,7 +308,7 @@ def most_overdue(situation: Situation, order: IntArray) -> int | None:
 
 
 def held_back(situation: Situation, order: IntArray) -> BoolArray:
-    """Prompts that must not start yet, or a running one would miss its SLO, [len(order)].
+    """Prompts that must not start yet, because a running request would miss its SLO, [len(order)].
 
     Running requests stand still while a prompt is read, and iterations get longer with every request that
     joins, so with too many of them nobody meets a tight SLO. Serving fewer at a time does the same work and
@@ -331,7 +334,7 @@ def held_back(situation: Situation, order: IntArray) -> BoolArray:
 
 
 def needed_headroom(situation: Situation, order: IntArray) -> FloatArray:
-    """With which headroom each prompt may start, [n]; 0: it does not wait. ``order``: first to last."""
+    """The headroom that each prompt needs to start, [n]; 0: it does not wait. ``order``: first to last."""
     config, waiting, pressure = situation.config, situation.waiting, situation.pressure
     late, stated = situation.late, waiting.stated
     work_s = np.zeros(len(late))
@@ -347,7 +350,8 @@ def needed_headroom(situation: Situation, order: IntArray) -> FloatArray:
 
 
 def first_to_start(situation: Situation, order: IntArray) -> IntArray:
-    """Of ``order``, what may start while nobody decodes, when the gate has nobody to ask about.
+    """The prompts of ``order`` that may start while nothing decodes, so that the gate has no running request
+    to judge by.
 
     Of the prompts with a TPOT SLO only the first group: the gate judges the others by it, an iteration later.
     If all that wait started together, all of them could be too slow."""
@@ -360,7 +364,7 @@ def first_to_start(situation: Situation, order: IntArray) -> IntArray:
 
 
 def rank_of(config: PrefillConfig, arrival_s: Numbers, ttft_slo_s: Numbers, prompt_left: Numbers) -> Numbers:
-    """What prompts that have not started are ordered by, of one or [n]: lower comes first."""
+    """Sort key of prompts that have not started, of one or [n]: lower comes first."""
     if config.order == "short":
         return prompt_left
     if config.order == "fcfs":
@@ -371,8 +375,8 @@ def rank_of(config: PrefillConfig, arrival_s: Numbers, ttft_slo_s: Numbers, prom
 def looked_at(
     config: PrefillConfig, stated: Sequence[Queued], patient: Sequence[Queued], now_s: float
 ) -> list[Queued]:
-    """What a decision looks at, of prompts with a TTFT SLO and of ``patient`` ones, both sorted: those that
-    come first of all that can be in time, and those of either kind that are late longest. Patient prompts
+    """The prompts that a decision looks at, from those with a TTFT SLO and the ``patient`` ones, both sorted:
+    the first ones that can be in time, and those of either kind that have been late longest. Patient prompts
     have nothing to lose, so all of them may start.
 
     A prompt is a tuple of its ``rank_of``, its place in the queue, and what else the caller wants."""
@@ -383,11 +387,11 @@ def looked_at(
 
 
 def loosest_first(situation: Situation, rank: FloatArray) -> FloatArray:
-    """``rank`` [n], in which prompts without a TTFT SLO have changed places: of those that came within the
-    same ``patience_s``, who has the loosest TPOT SLO comes first.
+    """``rank`` [n] with prompts without a TTFT SLO reordered: of those that came within the same
+    ``patience_s``, the one with the loosest TPOT SLO comes first.
 
-    So prompts that bear the same number of stalls share a forward, and the tight ones come last, when fewer
-    forwards are to follow."""
+    So prompts that can bear a similar number of stalls share a forward, and the tight ones come last, when
+    fewer forwards will follow."""
     waiting = situation.waiting
     patient = np.flatnonzero(~waiting.stated & ~waiting.started)
     due_s = rank[patient]
@@ -399,7 +403,7 @@ def loosest_first(situation: Situation, rank: FloatArray) -> FloatArray:
 
 
 def in_order(situation: Situation) -> IntArray:
-    """All rows, those first that are prefilled first. Lost ones come behind those that can be in time."""
+    """All rows, in the order in which they are prefilled. Lost ones come after those that can be in time."""
     config, waiting = situation.config, situation.waiting
     rank = rank_of(config, waiting.arrival_s, waiting.ttft_slo_s, waiting.prompt_left.astype(np.float64))
     rank = np.where(situation.late & waiting.stated, rank + LATER_S, rank)
@@ -413,8 +417,8 @@ def in_order(situation: Situation) -> IntArray:
 def plan_prefill(situation: Situation, n_running: int) -> PrefillPlan:
     """Pure: the prefill share of one iteration of ``n_running`` requests.
 
-    Started prompts go first (their KV is taken already), but for those that overtake them in the order
-    ``deadline``.
+    Started prompts go first (their KV slots are taken already), except that with the order ``deadline``
+    others may overtake them.
     """
     config, waiting = situation.config, situation.waiting
     shed = config.shed & (situation.now_s - waiting.arrival_s > waiting.ttft_slo_s) & ~waiting.started
