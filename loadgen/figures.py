@@ -15,7 +15,7 @@ import numpy as np
 COLORS = ("#2f6fde", "#d9730d", "#0d8f83", "#8a4fd0", "#b5316f", "#5d7a12", "#8c8c8c")
 STYLES = ("-", "--", ":", "-.")
 LIMIT = "#c0342b"
-"""Colour of a line that should not be crossed."""
+"""Color of a line that should not be crossed."""
 _CHARACTER, _HANDLE, _ROW = 0.065, 0.5, 0.17  # inches: a letter; what a legend has beside a name; its rows
 _INK = "#667085"  # can be read on white and on black: a page shows its figures on both
 _LOOK = {

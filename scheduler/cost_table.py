@@ -54,17 +54,17 @@ LEARN_EVERY = 8
 class LowQuantiles:
     """A low quantile of the latest values in each of several buckets, and how far it can be trusted.
 
-    Buckets that have seen little lean on their neighbours.
+    Buckets that have seen little lean on their neighbors.
     """
 
-    NEIGHBOURS = 3.0  # trust that a bucket's neighbours have together
-    RISE = 0.3  # that a bucket may lie above its neighbours, per trust
+    NEIGHBOURS = 3.0  # trust that a bucket's neighbors have together
+    RISE = 0.3  # that a bucket may lie above its neighbors, per trust
     DOUBT = 3.0  # a value lower by x leaves exp(-3 x) of the trust in all
     FORGET = 0.999  # of the trust, per value taken in anywhere: old values count less
 
     def __init__(self, place: FloatArray, reach: float, zero: float) -> None:
-        """``place`` [k] of the buckets; ``reach``: distance at which a neighbour counts half; ``zero``: trust
-        in a value of 0 among the neighbours."""
+        """``place`` [k] of the buckets; ``reach``: distance at which a neighbor counts half; ``zero``: trust
+        in a value of 0 among the neighbors."""
         self._zero = zero
         distance = (place[:, None] - place) / reach
         self._near: FloatArray = 1.0 / (1.0 + distance**2)
@@ -121,7 +121,7 @@ class LowQuantiles:
         self._new.clear()
         weight = self._near * self.trust
         around = (weight @ self._own) / (weight.sum(axis=1) + self._zero)
-        # What was seen once or twice and took far longer than its neighbours say may have been disturbed.
+        # What was seen once or twice and took far longer than its neighbors say may have been disturbed.
         own = np.minimum(self._own, around + self.RISE * self.trust)
         self.values = (self.trust * own + self.NEIGHBOURS * around) / (self.trust + self.NEIGHBOURS)
 

@@ -1,4 +1,4 @@
-"""How much of the time one tenant's SLOs may hold up the prompts of others."""
+"""Limits the share of the time for which one tenant's SLOs may hold up the prompts of others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adaserve.scheduler.interface import FloatArray
 
 
 def binding_rows(slack_s: FloatArray, tpot_slo_s: FloatArray) -> list[int]:
-    """Rows for which prompts wait: the one with least slack and the one with the tightest SLO, [<= 2].
+    """Rows that prompts wait for: the one with the least slack and the one with the tightest SLO, [<= 2].
 
     Both arrays [n]; inf = nothing is at stake for the row."""
     least = {int(np.argmin(values)) for values in (slack_s, tpot_slo_s) if np.isfinite(values).any()}
@@ -22,8 +22,8 @@ def binding_rows(slack_s: FloatArray, tpot_slo_s: FloatArray) -> list[int]:
 class HoldBudget:
     """A token bucket per tenant: ``share`` seconds of credit per second, at most ``most_s`` of it.
 
-    A tenant pays a second for each second in which somebody's prompt waits because of its SLOs. While it has
-    no credit, its SLOs hold nobody up.
+    A tenant pays a second for each second in which a prompt of another waits because of its SLOs. While it
+    has no credit, its SLOs hold no prompt up.
     """
 
     share: float  # 1 = no limit

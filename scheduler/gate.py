@@ -1,6 +1,7 @@
 """The gate's loops, compiled: they run before every iteration while prompts wait.
 
-In one module, since what numba keeps on disk does not notice that a function of another file has changed.
+They are in one module, because Numba's cache on disk does not notice when a function of another file has
+changed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from adaserve.scheduler.compiled import BOOLS, FLOAT, FLOATS, INT, INTS, compile
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray
 
 PER_LOST = 4
-"""One running request may miss its SLO for every so many prompts that start together: a queue must not wait
-for the last slow ones of a batch."""
+"""For every this many prompts that start together, one running request may miss its SLO: a queue must not
+wait for the last slow ones of a batch."""
 
 
 @compiled(INT, INTS, FLOATS)
@@ -41,9 +42,9 @@ def readings_s(tokens: IntArray, sizes: IntArray, seconds: FloatArray) -> FloatA
 def headroom(
     left_s: FloatArray, iterations: FloatArray, cycle_s: FloatArray, joining: int, more_s: float, spared: int
 ) -> float:
-    """The time left until the last token is due over the time that it needs, least over the requests but the
-    ``spared`` tightest, if ``joining`` more of them run and their prompts take ``more_s``; inf if nothing is
-    at stake. The arrays are those of ``Stakes``."""
+    """The time left until the last token is due, divided by the time needed: the least value of all requests
+    except the ``spared`` tightest, if ``joining`` more requests run and their prompts take ``more_s``; inf if
+    nothing is at stake. The arrays are those of ``Stakes``."""
     if spared >= len(left_s):
         return math.inf
     each_s = cycle_s[min(joining, len(cycle_s) - 1)]

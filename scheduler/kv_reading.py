@@ -1,4 +1,4 @@
-"""What attention to cached tokens costs on this host, learned from forwards that were served.
+"""The cost of attention to cached tokens on this host, learned from served forwards.
 
 T = b + c1 sum L + c2 sum q L, what the forward takes without cached tokens subtracted. Errors count relative
 to the forward's time: one that took far too long hardly counts, and short contexts say little of long ones.

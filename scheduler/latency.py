@@ -1,4 +1,4 @@
-"""How long a forward takes: parametric and tabulated costs, and what an iteration of them takes."""
+"""How long a forward takes, by parametric and tabulated costs, and how long an iteration takes by these."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ProfileError(UserError, ValueError):
 
 
 class ReadingCost(NamedTuple):
-    """What attention to cached tokens takes: ``per_context_s`` x sum L + ``per_pair_s`` x sum q L, over
-    requests with L cached tokens and q tokens in the forward.
+    """Time of attention to cached tokens: ``per_context_s`` x sum L + ``per_pair_s`` x sum q L, over requests
+    with L cached tokens and q tokens in the forward.
 
     The first part is for fetching the KV cache, the second for multiplying with it.
     """
@@ -147,8 +147,8 @@ class TableCost:
 class Latency(ABC):
     """Predicts a decode iteration: ``depth`` draft forwards, one verify forward, a fixed overhead.
 
-    All times in seconds; ``context`` is what is cached of the batch's requests. For draft steps it is what
-    they read of that.
+    All times in seconds; ``context`` is the cached tokens of the batch's requests. For draft steps it is the
+    part of these that they read.
     """
 
     __slots__ = ()
@@ -167,11 +167,11 @@ class Latency(ABC):
 
     @abstractmethod
     def draft_start_s(self, n: int) -> float:
-        """What drafting for n requests costs beyond its steps."""
+        """Seconds that drafting for n requests takes besides its steps."""
 
     @abstractmethod
     def other_s(self) -> float:
-        """What an iteration takes besides draft and verification."""
+        """Seconds that an iteration takes besides draft and verification."""
 
     @property
     def slowdown(self) -> float:
@@ -220,7 +220,7 @@ class LatencyModel(Latency):
     overhead_s: float = 0.0
     source: str = "default"
     draft_first: StepCost | None = None
-    """The first draft step with what is around it, without reading contexts; None = like the others."""
+    """The first draft step including the time around it, without reading contexts; None = like the others."""
 
     @overload
     def verify_s(self, tokens: float, context: Context = ...) -> float: ...

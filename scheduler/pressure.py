@@ -1,4 +1,4 @@
-"""What prefills cost the requests that decode, judged by how iterations went of late."""
+"""What prefills cost the decoding requests, judged by recent iterations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Pressure:
 
     @property
     def worth_tokens(self) -> float:
-        """Prompt tokens whose reading takes as long as what a forward takes in any case."""
+        """Prompt tokens whose reading takes as long as the fixed cost of a forward."""
         if len(self.sizes) == 1:
             return 0.0
         token_s = float(self.seconds[-1] - self.seconds[0]) / float(self.sizes[-1] - self.sizes[0])
@@ -58,11 +58,12 @@ class Pressure:
 
 
 class LearnedPrefills:
-    """What a forward that reads prompts takes, beginning with a guess: fixed + tokens x per_token, a least
+    """Time of a forward that reads prompts, starting from a guess: fixed + tokens x per_token. It is a least
     squares fit by relative errors, in which a time that was far too long hardly counts.
 
-    It is a line and no table of sizes, since the fixed part counts: it says whether prompts should share a
-    forward. Nobody prefills a single token, and a table knows of sizes that it has not seen what was guessed.
+    It is a line and not a table of sizes, because the fixed part matters: it says whether prompts should
+    share a forward. Nobody prefills a single token, and for sizes that it has not seen a table has only the
+    guess.
     """
 
     KEPT = 0.995  # of the weight of older forwards, per forward: all of an overload are of one size
@@ -105,7 +106,7 @@ def _sizes(most: int) -> IntArray:
 
 
 class RecentWork:
-    """How prefills and decode iterations went of late: what a driver keeps for its next ``Pressure``."""
+    """Recent prefills and decode iterations: what a driver keeps for its next ``Pressure``."""
 
     def __init__(self) -> None:
         self.decodes, self.spent_s = 0, 0.0  # as in ``Pressure``
@@ -168,9 +169,9 @@ class RecentWork:
         return Pressure(slack_s, period_s, *chunks, stakes, self.decodes, self.spent_s, lost_wait_s)
 
     def _forwards_s(self, latency: Latency, requests: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Seconds of a verification for these numbers of requests [k], each with as many tokens as of late,
-        and by how much longer that is than with as many requests as of late, [k]. Averages follow a batch
-        only within a dozen iterations: of one that has shrunk they would say that there is no room."""
+        """Seconds of a verification for these numbers of requests [k], each with as many tokens as recently,
+        and how much longer that is than with the recent number of requests, [k]. Averages need a dozen
+        iterations to follow the batch: after it has shrunk they would still say that there is no room."""
         usual = self._requests.value or float(requests[0])
         each = self._verified.value / usual or 1.0  # not known: roots alone
         seconds = latency.verify_s(each * np.append(requests, usual))
@@ -183,9 +184,9 @@ def stakes_of(
     """What is at stake if requests join. ``pace``: tokens per request and iteration. ``cycle_s``: as in
     ``Stakes``, prefills in between included.
 
-    A request that is ahead of its SLO has that time to spare. One that is behind counts as if it were not:
-    drafts bring it back, and if all prompts waited for that, they would miss their own SLOs. An SLO that a
-    request could not meet even alone holds nobody back."""
+    A request that is ahead of its SLO has that time to spare. One that is behind counts as if it were on
+    schedule: drafts help it to catch up, and if all prompts waited for that, they would miss their own SLOs.
+    An SLO that a request could not meet even if it ran alone holds no prompt back."""
     slo_s, ahead = running.tpot_slo_s, running.tokens_ahead.astype(np.float64)
     known = np.isfinite(slo_s)
     slo_s, iterations = np.where(known, slo_s, 0.0), ahead / pace

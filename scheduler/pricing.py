@@ -1,4 +1,4 @@
-"""Marginal pricing of candidate nodes: which prefix of the most valuable ones pays best per second.
+"""Marginal pricing of candidate nodes: which prefix of the most valuable nodes has the most value per second.
 
 V(m) / T(m) is compared at every m: V the value of the roots and the m best nodes, T the seconds of an
 iteration that verifies them. This works for a latency table with steps as well as for a line. A row's part
@@ -18,7 +18,7 @@ from adaserve.scheduler.selection import path_probability
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """What is bought, and at which price."""
+    """The nodes that are bought, and their price."""
 
     selection: Selection
     value: FloatArray  # [m]: probability that a node is accepted times the weight of its row
@@ -62,8 +62,8 @@ def price_nodes(trees: CandidateTrees, f: FloatArray, weight: FloatArray, second
 
 
 def tried(trees: CandidateTrees, f: FloatArray, value: FloatArray, most: int) -> Selection:
-    """Up to ``most`` nodes that are worth most by ``value`` [m], whatever they cost: if nothing were
-    verified, nothing could be learned of candidates. Of equals the first are taken, so parents before
+    """Up to ``most`` nodes with the highest ``value`` [m], whatever they cost: if nothing were verified,
+    nothing could be learned about candidates. Of equal nodes the first are taken, so parents before
     children."""
     count = min(most, int(np.count_nonzero(value)))
     return _selection(*_best_nodes(trees.row_start, f, value, np.sort(value)[::-1], count))
@@ -100,8 +100,8 @@ def _price(
 
 
 def uncovered(offered: CandidateTrees | None, n: int, levels: int) -> FloatArray:
-    """Probability that a row's text leaves the offered candidates before each of its next ``levels`` tokens
-    or at it: what is left there for draft steps; [n, levels]."""
+    """Probability that a row's text leaves the offered candidates before or at each of its next ``levels``
+    tokens, so that draft steps are useful there; [n, levels]."""
     left = np.ones((n, levels))
     if offered is not None:
         near = offered.depth <= levels

@@ -1,4 +1,4 @@
-"""What draft levels and beams have been worth, in batches of similar size and context (``priced``)."""
+"""The worth of draft levels and beams so far, in batches of similar size and context (``priced``)."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.interface import FloatArray
 
 LARGE = 32
-"""What pays is the same for all batches of at least this size."""
+"""All batches of at least this size are treated as the same size."""
 
 BEST_WORTH = 0.7
-"""Of the best beam, to the power of its level, before anything was learned."""
+"""Worth of the best beam, to the power of its level, before anything was learned."""
 
 SIDE_WORTH, SIDE_FALL = 0.1, 1.25
-"""Of beam b >= 1 of any level: 0.1 / b^1.25. Along greedy texts of the embedded pair (1,584 trees of depth 5
-and width 12) beams 1, 2, 4 and 8 hold the target's token in 9, 4, 2 and 1% of the trees, and less often at
-the first level only: fewer paths get further down, but the best beam is wrong more often there."""
+"""Worth of beam b >= 1 of any level: 0.1 / b^1.25. Along greedy texts of the embedded pair (1,584 trees of
+depth 5 and width 12) beams 1, 2, 4 and 8 hold the target's token in 9, 4, 2 and 1% of the trees. Only at the
+first level is it less often: fewer paths get further down, but the best beam is wrong more often there."""
 
 PRIOR_WORTH = 4
-"""Requests that were drafted for once: that much what a level begins with is worth."""
+"""Weight of a level's first guess, in requests that were drafted for once."""
 
 
 @dataclass(slots=True)
 class Regime:
-    """What was learned from batches of similar size and context: what pays with one request does not with
-    thirty, and what pays with a thousand cached tokens may not with thirty thousand."""
+    """What was learned from batches of similar size and context. What pays off with one request does not with
+    thirty, and what pays off with a thousand cached tokens may not with thirty thousand."""
 
     surplus: FloatArray
     """[d_max, w_max]: what beam b of level l + 1 has been worth per row beyond the price of its verify token,
     where nothing was offered."""
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))  # value per quiet second
     bought: MovingAverage = field(default_factory=lambda: MovingAverage(0.1, start=1.0))
-    """Share of the candidates that paid, where some were drafted."""
+    """Share of the candidates that paid off, in iterations that drafted some."""
     depth: int = 1  # of the last plan
     width: int = 1
     in_vain: int = 0  # probes in a row after which drafting still did not pay
@@ -64,7 +64,7 @@ class Regime:
         seen[:] = blend(seen, total / np.maximum(rows, 1e-9)[:, None], weight[:, None])
 
     def extend(self, level_rate: float) -> None:
-        """Levels that were never drafted: what those above say, each ``level_rate`` times as much."""
+        """Estimates levels that were never drafted from those above, each ``level_rate`` times as much."""
         if known := int(self.taught.nonzero()[0].max(initial=-1)) + 1:
             further = np.arange(1, len(self.surplus) - known + 1)[:, None]
             self.surplus[known:] = self.surplus[known - 1] * level_rate**further
@@ -87,7 +87,7 @@ class Regimes:
         return known
 
     def _like_nearest(self, size: int, stretch: int) -> Regime:
-        """Where learning begins: as with the nearest contexts that such batches had."""
+        """Where learning begins: with what was learned for the nearest contexts of such batches."""
         others = [other for bits, other in self._known if bits == size]
         if others:
             near = self._known[size, min(others, key=lambda other: abs(other - stretch))]

@@ -6,7 +6,7 @@ One JSON object per line (gzip when the name ends in .gz)::
      "selection": {"keep": "0110...", "slo_counts": [...]}, "outcome": {...}}
 
 Arrays are lists; infinities are the strings "inf" and "-inf". In between are ``{"forget": rid}`` for requests
-that left, and ``{"prefill": {"tokens": ..., "seconds": ...}}`` for forwards that read prompts.
+that ended, and ``{"prefill": {"tokens": ..., "seconds": ...}}`` for forwards that read prompts.
 
 A learning policy is replayed faithfully only from the first iteration on, with all outcomes and in the order
 of events: ``observed`` tells how many outcomes had arrived when an iteration was planned, and
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 3
 FLUSH_EVERY = 16
-"""Iterations after which a compressed recording is written out: more often, it would compress worse."""
+"""Iterations after which a compressed recording is written out; more often would compress worse."""
 
 
 class ReplayError(UserError, ValueError):
@@ -102,8 +102,8 @@ def _fields_out(obj: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
 class Recorder:
     """Writes a line for each iteration, once its outcome is known.
 
-    A recording is that of one process from its start on. So where ``path`` is there already, of an earlier
-    start or of another replica, this one is called ``NAME-2``, ``NAME-3`` and so on."""
+    A recording is that of one process from its start on. So if ``path`` exists, from an earlier start or
+    another replica, this one is called ``NAME-2``, ``NAME-3`` and so on."""
 
     def __init__(self, path: Path) -> None:
         self._file = _new(path)
@@ -222,7 +222,8 @@ def _fields_in(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_lines(file: IO[str]) -> Iterator[str]:
-    """A recording ends when its server does, perhaps within a line or a compressed block."""
+    """Lines that are complete: a recording ends when its server does, perhaps within a line or a compressed
+    block."""
     with contextlib.suppress(EOFError):
         for line in file:
             if line.endswith("\n"):
@@ -267,7 +268,7 @@ def _iteration(data: dict[str, Any]) -> RecordedIteration:
 
 
 def read_recording(path: Path) -> Iterator[RecordedIteration]:
-    """Its iterations alone. Raises ReplayError."""
+    """Only the iterations of a recording. Raises ReplayError."""
     return (event for event in read_events(path) if isinstance(event, RecordedIteration))
 
 

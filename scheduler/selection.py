@@ -116,8 +116,8 @@ def slo_counts(ranked: Ranked, need: FloatArray, reach: float, n_max: int | None
     A row takes its best nodes until 1 + sum f >= A_cap = min(A, reach); ``reach`` = d + 1. The count is
     the smallest that gets there, cut by ``n_max`` (added nodes) and by what is left when it is its turn.
 
-    Who is neediest is sorted out here, and only when the budget is short: A(r) of every running request
-    changes in every iteration, so a list kept in order between them would be sorted anew as well.
+    Rows are sorted by need here, and only when the budget is short: A(r) of every running request changes in
+    every iteration, so a list kept in order between iterations would have to be sorted anew as well.
     """
     most = ranked.value.shape[1] if n_max is None else n_max
     counts: IntArray = _slo_counts(ranked.value, ranked.available, need, reach, most, budget)
@@ -146,8 +146,8 @@ def _slo_counts(
 
 
 def best_counts(ranked: Ranked, first: IntArray, budget: int) -> IntArray:
-    """Throughput phase (Algorithm 2 lines 18-23): ``first`` [n] of what is available, and the ``budget``
-    best leftovers anywhere.
+    """Throughput phase (Algorithm 2 lines 18-23): the ``first`` [n] nodes of each row, and the ``budget``
+    best of the remaining nodes of all rows.
 
     Returns kept nodes per row, [n].
     """
@@ -210,7 +210,7 @@ def two_phase(
 def best_anywhere(
     trees: CandidateTrees, f: FloatArray, budget: int, cap: IntArray | None = None
 ) -> Selection:
-    """The throughput phase alone: what ``two_phase`` selects where nobody is behind."""
+    """The throughput phase alone: what ``two_phase`` selects if no request is behind."""
     if not trees.n_nodes:
         return Selection.nothing(trees.n_rows)
     ranked = rank(trees, f, cap)
@@ -220,7 +220,7 @@ def best_anywhere(
 
 
 def everything(trees: CandidateTrees, cap: IntArray | None, f: FloatArray | None = None) -> Selection:
-    """All candidates that are not deeper than their row's ``cap`` [n], those too that have no probability.
+    """All candidates that are not deeper than their row's ``cap`` [n], including those with probability 0.
     ``f`` [m]: how probable each is; None = as the draft says."""
     f = path_probability(trees) if f is None else f
     row, n = trees.row, trees.n_rows

@@ -1,9 +1,8 @@
 """How much of its context a draft reads: learned acceptance against learned cost, per request.
 
-A draft that reads the first and the recent tokens only is cheap at any length (MagicDec, section 4), but may
-agree less often with the target, or more often where the draft was trained on shorter texts. Which of the two
-outweighs the other differs by request and load (section 4.3), so each way of reading has its acceptance and
-its cost.
+A draft that reads only the first and the recent tokens is cheap at any length (MagicDec, section 4). But it
+may agree less often with the target, or more often if the draft was trained on shorter texts. Which effect is
+stronger differs by request and load (section 4.3), so each way of reading has its own acceptance and cost.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from adaserve.scheduler.interface import (
 )
 
 PROBE_EVERY = 32
-"""Drafts after which a window that was not used meanwhile is tried again; more where it costs more."""
+"""Drafts after which an unused window is tried again; more if it costs more."""
 
 
 class DraftWindows:
-    """Chooses among ``windows`` (0 = the whole context) and learns what each brings."""
+    """Chooses among ``windows`` (0 = the whole context) and learns what each gains."""
 
     def __init__(self, windows: Sequence[int], sinks: int) -> None:
         self._windows, self._sinks = np.array(windows, np.int64), sinks
@@ -41,7 +40,7 @@ class DraftWindows:
         rate: float,
         step_s: Callable[[float], float],
     ) -> IntArray | None:
-        """The window of each row, [n]; None where none leaves anything out.
+        """The window of each row, [n]; None if no window leaves anything out.
 
         A chain of ``depth`` is worth ``weight`` [n] times its expected accept length. ``rate``: value of a
         second; ``step_s``: seconds of a draft step by the cached tokens that it reads, all rows together.

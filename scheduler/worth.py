@@ -1,4 +1,4 @@
-"""What one more token is worth to a request whose SLO is judged at its end."""
+"""The worth of one more token to a request whose SLO is judged at its end."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ NO_SLO_S = 1e6
 """An SLO that no request misses, seconds per token."""
 
 VARIANCE = 1.6
-"""Of the tokens that one iteration brings a request."""
+"""Variance of the tokens that one iteration yields for a request."""
 
 COUNTED_ON = 0.6
-"""Share of the tokens from speculation that a request must reach its SLO with to be safe."""
+"""A request is safe if it reaches its SLO with this share of the tokens that speculation should yield."""
 
 NOT_LOST = 0.5
 """Standard deviations below its SLO from which on a request is being lost."""
 
 SAFE_WIDTH = 1.5
-"""Standard deviations above its SLO at which one more token is worth exp(-1/2) of what it is in the
-balance."""
+"""Standard deviations above its SLO at which one more token is worth exp(-1/2) of its largest worth."""
 
 
 def attainment_weight(
@@ -30,14 +29,13 @@ def attainment_weight(
     """Weights, [n].
 
     With L tokens left (at most ``horizon_tokens``), D seconds until the SLO of the last of them and a =
-    ``pace`` tokens per iteration, m = D / period iterations are left. They bring m tokens without
-    speculation, and m (a - 1) by it. The surplus over L, in standard deviations, is taken twice: with
-    ``COUNTED_ON`` of the latter it says how safe the request is, and with all of them how lost. The weight is
-    1 + attain_weight * g with g the sensitivity of the attainment to one more token: small when safe, 1 when
-    it hangs in the balance, falling off when lost. The constants are ours.
-
-    Without weights verify tokens go to the requests that are easiest to draft for, and those that are hard
-    fall behind their SLO.
+    ``pace`` tokens per iteration, m = D / period iterations are left. They yield m tokens without
+    speculation, and m (a - 1) more with it. The surplus over L, in standard deviations, is computed twice:
+    with ``COUNTED_ON`` of the latter it says how safe the request is, and with all of them how
+    lost. The weight is 1 + attain_weight * g, where g is the sensitivity of the attainment to one more token:
+    small when the request is safe, 1 when it could go either way, falling off when it is lost. The constants
+    are ours. Without weights verified tokens go to the requests that are easiest to draft for, and the hard
+    ones fall behind their SLO.
     """
     left = np.minimum(running.tokens_ahead, config.horizon_tokens)
     elapsed = np.maximum(now_s - running.decode_start_s, 0.0)

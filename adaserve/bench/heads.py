@@ -4,7 +4,7 @@ The target writes held-out continuations by its own noise. Each draft then walks
 server: it draws up a tree with the kernels that serve, takes what the text confirms and one token more, and
 goes on. Before each tree the served target verifies one token of each request, which takes the caches as on
 a server. So accepted tokens and drafting time are those of a server, without one. Drafts are timed in turn,
-tree by tree, and compared by the median of the ratios of neighbours.
+tree by tree, and compared by the median of the ratios of neighbors.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def in_turns(
 @dataclass(frozen=True)
 class Row:
     """Of one draft, storage and batch size. ``time_ratio``: of its drafting time to that of the draft model
-    as it is stored first, the median of neighbours. ``standard_error``: of the accepted tokens, over texts,
+    as it is stored first, the median of neighbors. ``standard_error``: of the accepted tokens, over texts,
     whose trees are alike; None of one text."""
 
     draft: str

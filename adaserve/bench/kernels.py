@@ -1,6 +1,6 @@
 """`adaserve bench kernels`: what forwards cost here by tokens and by context, against what memory allows.
 
-The sets of kernels are timed in turn and compared by the median of the ratios of neighbours: a busy minute
+The sets of kernels are timed in turn and compared by the median of the ratios of neighbors: a busy minute
 hits all alike.
 """
 

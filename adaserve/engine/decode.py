@@ -55,10 +55,10 @@ class Choice:
 
 @dataclass(eq=False)
 class DecodeLoop:
-    """One decode iteration of all running requests after the other, and what follows from each.
+    """Runs one decode iteration of all running requests after the other, and does what follows from each.
 
-    Under the overlap schedule SGLang calls the next iteration before this one's outcome has been read: then
-    it is read where the next one needs it, and observed while that one drafts.
+    Under the overlap schedule SGLang calls the next iteration before this one's outcome has been read. Then
+    it is read when the next one needs it, and observed while that one drafts.
     """
 
     device: Device
@@ -70,7 +70,7 @@ class DecodeLoop:
     learner: Learner | None
     lengths: OutputLengths
     observed: Callable[[IterationOutcome], None]
-    """Told what every iteration did, once the policy knows."""
+    """Called with every outcome, after the policy has observed it."""
     deepest: int  # levels that a request's KV window has room for
     overlaps: bool
     times: Times = field(default_factory=Times)
@@ -88,7 +88,8 @@ class DecodeLoop:
     def decode(
         self, batch: Any, on_publish: Publish | None, grammar_barrier: Callable[[], None] | None = None
     ) -> GenerationBatchResult:
-        """One iteration (docs/architecture.md). Everything is queued; what is read has been waited for.
+        """One iteration (docs/architecture.md). All device work is only queued; the host reads only what it
+        has waited for.
 
         ``batch``: SGLang's ``ScheduleBatch`` of n running requests. ``on_publish`` is told their new lengths,
         int64 [n], as soon as these are queued. ``grammar_barrier`` returns when SGLang has advanced grammars
@@ -156,7 +157,8 @@ class DecodeLoop:
         return DecodeRows(states, cached, pool_rows, running, info.sampling_seed is None, grammars)
 
     def _offered(self, rows: DecodeRows) -> tuple[DecodeRows, list[Proposal]]:
-        """What sources propose without a forward, which the policy is told before it plans."""
+        """The candidates that sources propose without a forward; the policy learns of them before it
+        plans."""
         if not self.decisions.speculates:
             return rows, []
         offers = [offer for source in self.sources if (offer := source.offer(rows)) is not None]
@@ -174,13 +176,13 @@ class DecodeLoop:
     def _may_go_unread(
         self, rows: DecodeRows, offers: Sequence[Proposal], settings: sampling.Settings
     ) -> bool:
-        """Whether the device knows enough to verify what it drafts: nothing joins that, and no draw depends
-        on the text."""
+        """Whether the device knows enough to verify what it drafts: no other candidates join the draft, and
+        no draw depends on the text."""
         joined = offers or rows.grammars is not None or len(self.device.drafters) > 1
         return not (joined or self.tap.is_open or settings.penalized.any()) and self.device.target.follows
 
     def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
-        """What the sources have queued."""
+        """The drafts that the sources have queued."""
         if not plan.draft.depth:
             return []
         keep = self.decisions.policy.keep_drafting if self.device.stops_early else None
@@ -194,7 +196,8 @@ class DecodeLoop:
         drafts: Sequence[Drafting],
         offers: Sequence[Proposal],
     ) -> Choice:
-        """What is verified. Waits for the drafts, unless all of them is, or nothing can be."""
+        """Chooses what is verified. Waits for the drafts, unless all of their nodes are verified, or none can
+        be."""
         if plan.takes_all and len(drafts) == 1 and drafts[0].unread is not None:
             unread = drafts[0].unread()
             return Choice(unread.outline, everything(unread.outline.trees, plan.cap), unread=unread)
@@ -211,8 +214,8 @@ class DecodeLoop:
     def _draft_early(
         self, iteration: Iteration, tensors: verify.Tensors, acceptance: verify.Acceptance
     ) -> None:
-        """Queues the next draft behind the verification, so that the device does not wait until the host has
-        heard of the outcome and planned by it."""
+        """Queues the next draft behind the verification, so that the device does not wait until the host
+        knows the outcome and has planned."""
         rows = iteration.rows
         if rows.grammars is not None or not self.decisions.speculates:
             return
@@ -232,11 +235,11 @@ class DecodeLoop:
         settings: sampling.Settings,
         grammar_barrier: Callable[[], None] | None,
     ) -> tuple[Mark | None, torch.Tensor | None]:
-        """Takes in what the last iteration accepted, if that comes late (overlap). Where this one is queued
-        before that is known, its tokens are only counted.
+        """Reads what the last iteration accepted, if that comes late (overlap). If this iteration is queued
+        before that is known, the last one's tokens are only counted.
 
-        Returns the end of the last iteration, where anything is queued behind it; and in the latter case its
-        tokens as the device has them, int64 [n]."""
+        Returns the end of the last iteration, if anything is queued behind it; and in the latter case its
+        tokens on the device, int64 [n]."""
         behind, drawn = None if self._early is None else self._early.behind, None
         if self._arriving is not None and self._goes_ahead(self._arriving, batch, asked, settings):
             for state in self._arriving.rows.states:
@@ -249,9 +252,9 @@ class DecodeLoop:
         return behind, drawn
 
     def _goes_ahead(self, last: Iteration, batch: Any, asked: Asked, settings: sampling.Settings) -> bool:
-        """Whether an iteration is queued before the host hears of the last one. Both verify roots alone, so
-        that one token comes of each request; and which one that is does not matter for anything but the
-        forward, which has it on the device."""
+        """Whether an iteration is queued before the host knows the outcome of the last one. Both verify only
+        roots, so each request gets one token. Which token that is matters only for the forward, which reads
+        it on the device."""
         if last.verified.deepest or last.unread:
             return False
         if last.policy is not self.decisions.policy or last.plan.then is None or last.plan.then.depth:
@@ -270,7 +273,8 @@ class DecodeLoop:
         choice: Choice,
         drawn: torch.Tensor | None,
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
-        """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
+        """The verified tokens on the device, the target's draws int64 [T], and logits if they were
+        computed."""
         target, info = self.device.target, batch.sampling_info
         allowed, unread = choice.allowed, choice.unread
         if unread is not None:
@@ -320,13 +324,14 @@ class DecodeLoop:
         )
 
     def free_s(self) -> float:
-        """When the device was done with all that was queued by the last iteration. It must have got there."""
+        """When the device finished everything that the last iteration queued. Only valid once it has
+        finished."""
         return self.times.last_end_s + (0 if self._early is None else self._early.queued_s)
 
     # -- what follows -------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Takes in the outcome of the last iteration, if that is still to be done."""
+        """Reads and observes the outcome of the last iteration, if that is still to be done."""
         self._advance()
         self._observe()
 
@@ -344,14 +349,14 @@ class DecodeLoop:
             source.advanced(iteration.rows, iteration.verified, accepted)
 
     def _read(self, iteration: Iteration) -> Iteration:
-        """The iteration with its candidates. The policy is told of them as if it had to select."""
+        """The iteration with its candidates. The policy is asked for a selection as if it were needed."""
         proposal = iteration.drafts[0].read()
         selection = self.decisions.take_all(iteration.policy, iteration.plan, proposal.trees)
         verified = verify.build(iteration.rows, proposal, selection)
         return replace(iteration, proposal=proposal, selection=selection, verified=verified, unread=False)
 
     def _observe(self) -> None:
-        """Tells the policy and whoever else wants to know what the last iteration did."""
+        """Tells the policy and all other observers what the last iteration did."""
         if self._unobserved is None or self._unobserved is self._arriving:
             return
         iteration, self._unobserved = self._unobserved, None
@@ -364,12 +369,12 @@ class DecodeLoop:
             self.forget(rid)
 
     def _take_runs(self) -> list[list[Run]]:
-        """Forwards since the last time, of the target and of each that drafts beside it."""
+        """Forwards since the last call, of the target and of each model that drafts for it."""
         return [model.take_runs() for model in (self.device.target, *self.device.drafters)]
 
     def finished(self, rid: str, holds_row: bool = True) -> None:
-        """A request has ended. Called before SGLang gives its slots to the radix cache. Where it has lost its
-        row of the request pool, they are others' by now."""
+        """A request has ended. Called before SGLang gives its slots to the radix cache. If it has lost its
+        row of the request pool (not ``holds_row``), its slots belong to others by now."""
         row = self.requests.end(rid)
         if row is not None and holds_row:
             unheard = self._arriving is not None and bool((self._arriving.rows.pool_rows == row).any())
@@ -381,6 +386,6 @@ class DecodeLoop:
             self._leaving.append(rid)
 
     def forget(self, rid: str) -> None:
-        """Drops what is known of a request that will not decode again, or not as it was."""
+        """Drops what is known about a request that will not decode again, or not in the same state."""
         self.decisions.forget(rid)
         self.tap.finished(rid)

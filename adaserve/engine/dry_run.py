@@ -1,9 +1,8 @@
-"""What stands between candidates and their verification, gone through once more while a device drafts.
+"""A trial run of the host's steps between candidates and their verification, while a device drafts.
 
-The host has nothing else to do by then, but the device will wait while it selects, builds and packs. What
-these steps read and run has left the processor's caches since the last iteration, and without that they take
-four times as long. So they are taken with the candidates of the last iteration, and what comes of it is
-dropped.
+The host has nothing else to do then, but the device will wait later while it selects, builds and packs. The
+code and data of these steps have left the processor's caches since the last iteration, which makes them four
+times slower. So they are run with the candidates of the last iteration, and the result is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from adaserve.scheduler.interface import IterationPlan, Policy
 
 
 def dry_run(device: Device, policy: Policy, plan: IterationPlan, last: Iteration | None) -> None:
-    """As far as the device's draft leaves time for it."""
+    """Runs as many of the steps as the device's draft leaves time for."""
     steps = [partial(policy.prepare, plan, None)] if last is None else _steps(device, policy, plan, last)
     for step in steps:
         if not device.is_busy():
@@ -31,8 +30,9 @@ def dry_run(device: Device, policy: Policy, plan: IterationPlan, last: Iteration
 def _steps(
     device: Device, policy: Policy, plan: IterationPlan, last: Iteration
 ) -> Sequence[Callable[[], object]]:
-    """Those of an iteration, in its order. A selection needs candidates of the plan's own requests. Where
-    some have come or gone since ``last``, ``policy`` only prepares itself; all else takes the old ones."""
+    """The steps of an iteration, in order. A selection needs candidates of the plan's own requests. If some
+    have come or gone since ``last``, ``policy`` only prepares itself; the other steps use the old
+    candidates."""
     is_same = plan.running.rids == last.plan.running.rids
     # A copy, of which nothing is worked out yet, as of candidates that have just been read.
     like = replace(last.proposal.trees) if is_same else None

@@ -1,8 +1,9 @@
-"""What is queued behind a verification whose outcome nobody knows yet.
+"""What is queued behind a verification whose outcome the host does not know yet.
 
-The device would wait otherwise until the host has heard of the outcome and planned by it. That is the next
-iteration's draft; requests may come and go meanwhile, so it takes what there is for those that it has. Where
-there is nothing to draft, it is the next verification: behind roots alone one token comes of each request.
+Otherwise the device would wait until the host knows the outcome and has planned. Usually the next iteration's
+draft is queued. Requests may come and go meanwhile, so that iteration uses the part of the draft that is for
+its own requests. If there is nothing to draft, the next verification is queued instead: after a verification
+of only roots, each request has exactly one token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from adaserve.scheduler.interface import Draft
 
 @dataclass(frozen=True, slots=True)
 class EarlyDraft:
-    """The next iteration's draft, behind the verification of an iteration of the requests ``known``."""
+    """The next iteration's draft, queued behind the verification of the requests ``known``."""
 
     proposed: EarlyProposal
     known: Sequence[RequestState]
@@ -31,8 +32,8 @@ class EarlyDraft:
         return self.behind.seconds_until(self.proposed.span[1])
 
     def take(self, states: Sequence[RequestState]) -> TakenDraft | None:
-        """What it has for the iteration of ``states``; None where that is for fewer of them than have joined
-        since, who would have to do without a draft."""
+        """The part for the iteration of ``states``; None if that part has fewer requests than have joined
+        since, which would have to do without a draft."""
         rows, mine = self.proposed.among(states)
         known = set(map(id, self.known))
         joined = sum(id(state) not in known for state in states)

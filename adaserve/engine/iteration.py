@@ -1,4 +1,4 @@
-"""One decode iteration, from plan to outcome: the values that its steps hand on."""
+"""One decode iteration, from plan to outcome: the values that its steps pass on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What was planned, proposed, selected and verified for n requests; its outcome may be on its way."""
+    """What was planned, proposed, selected and verified for n requests; the outcome may still be on its
+    way."""
 
     rows: DecodeRows
     policy: Policy  # that planned it
@@ -52,14 +53,14 @@ class Iteration:
     verified: VerifyBatch
     start_s: float  # by the host's clock
     behind: Mark | None
-    """Where a draft was queued behind the last iteration, that one's end, from which this one is timed: the
-    host does not know when the device has come to the start."""
+    """The end of the last iteration, if a draft was queued behind it. This iteration is timed from there,
+    because the host does not know when the device reached its start."""
     marks: Marks
     runs: Sequence[Sequence[Run]]  # its forwards of the target, and of each draft model
     copy: HostCopy  # count int64 [n], emitted int64 [n, stride], accepted bool [T]
     unread: bool = False
-    """Whether the candidates were verified before they were read: then ``proposal`` is an outline, and
-    ``selection`` and ``verified`` are what that gives."""
+    """Whether the candidates were verified before they were read. Then ``proposal`` is an outline, and
+    ``selection`` and ``verified`` follow from it."""
 
     def emitted(self) -> list[list[int]]:
         """Accepted tokens and the bonus of each row."""
@@ -104,7 +105,7 @@ SOURCES = {"model": MODEL, "second_model": SECOND_MODEL, "forced": FORCED, "suff
 
 
 def counts_by_source(outcome: IterationOutcome) -> dict[str, np.ndarray]:
-    """Tokens of each row that each source proposed, and of these the verified and the accepted ones; int64
+    """Tokens of each row that each source proposed, and how many of these were verified and accepted; int64
     [n, 3]. A token that two sources proposed counts for both."""
     trees, n = outcome.trees, outcome.trees.n_rows
     if not trees.n_nodes:
@@ -124,7 +125,8 @@ def counts_by_source(outcome: IterationOutcome) -> dict[str, np.ndarray]:
 
 
 def rows_by_window(outcome: IterationOutcome) -> dict[str, int]:
-    """How many requests were drafted for by the recent tokens that were read, or "all" the context."""
+    """How many requests were drafted for, by the number of recent tokens that were read; "all" = the whole
+    context."""
     draft, context = outcome.plan.draft, outcome.plan.running.context_tokens
     if not outcome.trees.draft_steps:
         return {}

@@ -1,4 +1,5 @@
-"""What SGLang calls, and how a server's parts are put together at its start (docs/architecture.md)."""
+"""The worker that SGLang calls, and how a server's parts are put together at startup
+(docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ logger = logging.getLogger(__name__)
 class AdaServeWorker(BaseSpecWorker):
     """Serves each request at its TPOT SLO. Constructed by SGLang's scheduler, one per rank, with its models.
 
-    Then SGLang makes the pools, and at the end of its start ``init_cuda_graphs`` makes all other parts.
+    After that SGLang makes the pools, and at the end of its startup ``init_cuda_graphs`` makes all other
+    parts.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
@@ -81,7 +83,7 @@ class AdaServeWorker(BaseSpecWorker):
     # -- the start ----------------------------------------------------------------------------
 
     def init_cuda_graphs(self) -> None:
-        """Last step of SGLang's start: pools and backends are there, so the host can be measured."""
+        """Last step of SGLang's startup: pools and backends exist, so the host can be measured."""
         super().init_cuda_graphs()
         config, classes, target = self.config, slo_classes(), self.target_worker.model_runner
         agreement = Agreement(get_tp_group())
@@ -132,8 +134,9 @@ class AdaServeWorker(BaseSpecWorker):
         gc.freeze()
 
     def _measure(self, device: Device, saves: bool) -> tuple[dict[str, str], Path | None, LatencyModel]:
-        """What forwards cost here: from an earlier run, a profile, or a short measurement. Before that, what
-        it holds for, and the profile that was written if `adaserve profile` asked for one."""
+        """Returns what identifies this host and its models, the profile that was written if `adaserve
+        profile` asked for one, and the cost of forwards: from an earlier run, a profile, or a short
+        measurement."""
         runner = self.target_worker.model_runner
         room = measure.Room(
             device,
@@ -151,8 +154,8 @@ class AdaServeWorker(BaseSpecWorker):
         return meta, profile, kept_costs.start_model(self.config, meta, lambda: run(measure.QUICK))
 
     def _make_ledger(self, speaks: bool) -> SLOLedger:
-        """``speaks``: tensor-parallel ranks see the same requests, and Prometheus adds up what processes
-        count."""
+        """``speaks``: whether this rank counts requests. Tensor-parallel ranks see the same requests, and
+        Prometheus adds up the counts of all processes."""
         baseline_ms = self.config.baseline_ms
         measured_s = self._costs.baseline_s(BASELINE_CONTEXT)
         baseline_s = measured_s if baseline_ms is None else baseline_ms / 1e3
@@ -181,9 +184,9 @@ class AdaServeWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
-        """Who reads sequence lengths on the host: whatever stands here and does not say otherwise. We count
-        them ourselves, and SGLang would wait for the device to send them before every iteration. Only its
-        log of forward passes needs them."""
+        """Backends for which SGLang reads sequence lengths on the host, before every iteration, and so waits
+        for the device. We count lengths ourselves, so there are none unless SGLang's log of forward passes
+        needs them."""
         return (self,) if get_observability().enable_forward_pass_metrics else ()
 
     # -- while it serves ----------------------------------------------------------------------
@@ -254,15 +257,16 @@ class AdaServeWorker(BaseSpecWorker):
         self._host_costs.fix_baseline(baseline_s)
 
     def number_requests(self, number: int) -> None:
-        """The next request to be prefilled has this number, and the noise of the one that had it before.
+        """Gives the next request to be prefilled this number, and so the noise of the request that had it
+        before.
 
-        SGLang draws first tokens from torch's generator, so that one begins anew as well."""
+        SGLang draws first tokens from torch's generator, so that is seeded anew as well."""
         torch.manual_seed(self._requests.number(number) >> 1)
 
     def report(self) -> dict[str, Any]:
         """State for ``/server_info`` and the live page; JSON values.
 
-        ``latency`` is where learning started, ``latency_learned`` what is known by now of the quiet host.
+        ``latency`` is where learning started, ``latency_learned`` what is known by now about the quiet host.
         """
         self.loop.settle()
         learned = self._costs.learned()

@@ -26,7 +26,7 @@ class Record:
 
     tokens: np.ndarray  # int32 [start + n + 1]: prompt and output
     start: int
-    logprobs: np.ndarray  # float16 [n, vocab], not normalised, or [n, TOP]; at ``temperature`` (1 where 0)
+    logprobs: np.ndarray  # float16 [n, vocab], not normalized, or [n, TOP]; at ``temperature`` (1 where 0)
     ids: np.ndarray | None  # int32 [n, TOP]: whose log-probabilities these are; None = all tokens
     temperature: float  # 0 = greedy
     key: int  # of the request's noise (adaserve/noise.py)
@@ -102,7 +102,7 @@ def kept(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.n
     """What a record has of logits [n, vocab]: float16 [n, k] and their tokens int32 [n, k].
 
     A vocabulary of up to ``whole`` tokens is kept without ids, less the best one's logit: whoever reads it
-    normalises it, which is too slow for a server. Else they are log-probabilities."""
+    normalizes it, which is too slow for a server. Else they are log-probabilities."""
     if logits.shape[1] <= whole:
         return _halves(logits - logits.amax(-1, keepdim=True)), None
     best, ids = logits.topk(TOP)

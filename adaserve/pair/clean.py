@@ -95,7 +95,7 @@ def markdown_to_text(text: str) -> str:
 
 
 def python_to_text(text: str) -> str:
-    """Source without the licence header, editor lines and byte-order mark."""
+    """Source without the license header, editor lines and byte-order mark."""
     lines = text.lstrip("\ufeff").expandtabs(4).splitlines()
     head = 0
     while head < len(lines) and (not lines[head].strip() or lines[head].startswith("#")):

@@ -52,7 +52,7 @@ _OTHER_LICENCES = re.compile(rb"creative ?commons|general public license|mozilla
 
 @dataclass(frozen=True)
 class Source:
-    """One pinned source distribution: what is read from it and under which licence."""
+    """One pinned source distribution: what is read from it and under which license."""
 
     name: str
     version: str
@@ -63,7 +63,7 @@ class Source:
     code: tuple[str, ...] = ()
     max_code_mb: float = 1.0
     max_docs_mb: float = 6.0
-    must_contain: str = ""  # only files that say this, where one distribution mixes licences
+    must_contain: str = ""  # only files that say this, where one distribution mixes licenses
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Trains the draft to predict what the target would say.
 
-The draft starts as a slice of the target and minimises the forward KL divergence to the target's next-token
+The draft starts as a slice of the target and minimizes the forward KL divergence to the target's next-token
 distribution, plain and sharpened (greedy requests only care for the best token), on real text and on text
 that the target wrote itself, since that is what a draft meets when it serves.
 """

@@ -39,7 +39,7 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(shape.hidden, 2 * shape.mlp, bias=False)
         self.down = nn.Linear(shape.mlp, shape.hidden, bias=False)
         kv = shape.kv_heads * shape.head_dim
-        # What is fused for speed stays separate for the optimiser.
+        # What is fused for speed stays separate for the optimizer.
         self.parts = {"qkv": [shape.heads * shape.head_dim, kv, kv], "gate_up": [shape.mlp, shape.mlp]}
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

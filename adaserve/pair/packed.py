@@ -1,6 +1,6 @@
 """The shipped form of the weights: int8 with one float16 scale per row, half the size of float16.
 
-The pair *is* the dequantised numbers: the draft is distilled towards them and everything that is measured
+The pair *is* the dequantized numbers: the draft is distilled towards them and everything that is measured
 uses them, so nothing is lost between the repository and the server.
 """
 

@@ -83,7 +83,7 @@ def panel(
     dashed: str | None = None,
     stack: bool = False,
 ) -> dict[str, Any]:
-    """One panel. ``steps``: thresholds (from, colour); ``dashed``: series names that are targets."""
+    """One panel. ``steps``: thresholds (from, color); ``dashed``: series names that are targets."""
     custom: dict[str, Any] = {}
     if kind == "timeseries":
         custom = {"lineWidth": 2, "fillOpacity": 25 if stack else 8, "showPoints": "never", "spanNulls": True}

@@ -3,7 +3,7 @@
 Why: SGLang keeps the log-probabilities of all prompts of a prefill in one list and walks along it. Under the
 overlap schedule it looks at a prefill after the next batch was launched. A request that was retracted or
 ended in between is passed over, but its part of the list is not, so all later prompts would be told those of
-their neighbours.
+their neighbors.
 """
 
 from __future__ import annotations

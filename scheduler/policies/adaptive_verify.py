@@ -80,7 +80,7 @@ class AdaptiveVerifyPolicy(BasePolicy):
         return Shape(Draft(self._k))
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
-        """Where what they take longer is less than reading them would."""
+        """Yes if verifying all of them takes less extra time than waiting for a selection would."""
         return self._is_quicker(running, tokens, self._bought.value)
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:

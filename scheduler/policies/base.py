@@ -34,19 +34,19 @@ from adaserve.scheduler.windows import DraftWindows
 NO_BUDGET = 1 << 30
 
 KNEE_EVERY = 64
-"""Iterations after which the knee is looked for again."""
+"""Iterations after which the knee is computed again."""
 
 READ_EVERY = 64
-"""Iterations of which one reads its candidates in any case, where the costs decide."""
+"""One of this many iterations reads its candidates in any case, if the costs decide."""
 
 KNEES = 256
-"""Latest of these knees whose median is B. One alone follows the time of a single token, which is seldom seen
-under load and differs by a third between the phases of a shared host."""
+"""B is the median of this many latest knees. A single knee follows the time of a single token, which is
+seldom seen under load and differs by a third between the phases of a shared host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a rule decides for one iteration. The base class keeps it within the configuration."""
+    """What a policy decides for one iteration. The base class limits it to the configuration."""
 
     draft: Draft  # its window None = the configured one
     budget: int = NO_BUDGET  # B
@@ -128,13 +128,14 @@ class BasePolicy:
         return tokens <= limit and self.wants_all(running, tokens)
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
-        """Whether all candidates should be verified, whatever they are: up to ``tokens`` with the roots, and
-        within the budget."""
+        """Whether all candidates should be verified, whatever they are: up to ``tokens`` including the roots,
+        which fit into the budget."""
         return False
 
     def _is_quicker(self, running: RunningBatch, tokens: int, share: float) -> bool:
-        """Whether ``tokens`` that nobody has read are verified sooner than what is usually bought of them:
-        ``share`` of the candidates. Now and then they are read, or what that takes could not be learned."""
+        """Whether verifying ``tokens`` unread takes less time than reading them and verifying the usual
+        ``share`` of them. Now and then they are read, because otherwise the time of reading could not be
+        learned."""
         if self._iterations % READ_EVERY == READ_EVERY - 1:
             return False
         n, context = len(running), self.context(running)
@@ -143,26 +144,26 @@ class BasePolicy:
         return more_s < self.costs.select_wait_s
 
     def _wait_s(self, running: RunningBatch, steps: int, takes_all: bool) -> float:
-        """What a device waits for the selection of what ``steps`` draft."""
+        """Seconds that a device waits for the selection after ``steps`` draft steps."""
         return self.costs.select_wait_s if running.may_go_unread and steps and not takes_all else 0.0
 
     def context(self, running: RunningBatch) -> Context:
-        """What the batch has cached, as the latency model is asked."""
+        """The batch's cached tokens, in the form that the latency model takes."""
         if self._context[0] is not running:  # asked for several times per iteration
             self._context = running, Context(float(running.context_tokens.sum()), len(running))
         return self._context[1]
 
     def _fixed_window(self, n: int) -> IntArray | None:
-        """The configured window of n rows, the first where there are several; None = no row has one."""
+        """The configured window of n rows, the first one if there are several; None = no row has one."""
         window = self.config.draft_windows[0]
         return np.full(n, window) if window else None
 
     def _drafts_at(self, running: RunningBatch) -> int:
-        """Number of the iteration that drafts what a plan wants: the next one, where a draft is underway."""
+        """Number of the iteration that drafts what a plan wants: the next one if a draft is underway."""
         return self._iterations + (running.underway is not None)
 
     def _within(self, draft: Draft, cap: IntArray) -> Draft:
-        """``draft`` as it is configured, for rows that may have nodes as deep as ``cap`` [n]."""
+        """``draft`` within the configuration, for rows that may have nodes as deep as ``cap`` [n]."""
         depth = min(draft.depth, int(cap.max()), self.config.d_max) if self.config.drafts else 0
         if not depth:
             return Draft(0)
@@ -175,7 +176,7 @@ class BasePolicy:
         return replace(draft, depth=depth, branching=branching, rows=rows, window=window, sinks=sinks)
 
     def _draft_context(self, running: RunningBatch, window: IntArray | None) -> Context:
-        """What a draft step reads when it is made for all rows."""
+        """What a draft step reads if it is made for all rows."""
         if window is None:
             return self.context(running)
         read = tokens_read(running.context_tokens, window, self.config.draft_sinks)
@@ -202,12 +203,13 @@ class BasePolicy:
         return seconds
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """What ``choose`` says, unless all are taken; then it may still learn of them."""
+        """The choice of ``choose``, or all candidates if the plan takes all; ``choose`` is asked in any
+        case."""
         chosen = self.choose(plan, trees)
         return everything(trees, plan.cap, self.values(plan, trees)) if plan.takes_all else chosen
 
     def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
-        """How probable every candidate is by all that is known, [m]."""
+        """Best estimate of every candidate's probability, [m]."""
         return path_probability(trees)
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
@@ -215,12 +217,12 @@ class BasePolicy:
         return best_anywhere(trees, path_probability(trees), plan.budget, plan.cap)
 
     def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:
-        """A choice that is dropped."""
+        """Makes a choice that is dropped."""
         if like is not None:
             self.choose(plan, like)
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
-        """Whether another draft step pays; the published rules fix the depth beforehand."""
+        """Whether another draft step pays off; the published rules fix the depth beforehand."""
         return True
 
     def observe(self, outcome: IterationOutcome) -> None:
@@ -241,7 +243,7 @@ class BasePolicy:
         return iterations * n >= 32
 
     def learn(self) -> None:
-        """Takes in what was observed; several iterations of a small batch at once."""
+        """Learns from the collected outcomes; several iterations of a small batch at once."""
         outcomes, self._unlearned = self._unlearned, []
         if not outcomes:
             return
@@ -290,7 +292,7 @@ def depth_cap(running: RunningBatch) -> IntArray:
 
 
 def _limit(cap: IntArray, depth: int, deepest: int | None) -> IntArray | None:
-    """Deepest node per row that may be verified, [n]; None = all that there will be."""
+    """Deepest node per row that may be verified, [n]; None = no limit."""
     if deepest is not None:
         return np.minimum(cap, deepest)
     return cap if depth and cap.min() < depth else None

@@ -1,4 +1,4 @@
-"""Marginal pricing: draft steps, width and verify tokens are bought as long as they pay."""
+"""Marginal pricing: draft steps, width and verified tokens are added as long as they pay off."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from adaserve.scheduler.windows import DraftWindows
 from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
-"""An iteration of a small batch is short, so what changes slowly is worked out every RELAXED iterations only,
-and after probes.
+"""An iteration of a small batch is short, so slowly changing values are computed only every RELAXED
+iterations, and after probes.
 """
 
 RAREST_PROBE = 3
-"""While drafting does not pay it is tried every ``probe_every`` << RAREST_PROBE iterations at least."""
+"""While drafting does not pay off, it is tried at least every ``probe_every`` << RAREST_PROBE iterations."""
 
 NOTABLE = 1.01
-"""A deeper or wider draft must promise this many times the rate. Between two that promise about the same, the
-smaller one is better: it leaves more for prompts, and the highest of several noisy estimates is usually too
-high."""
+"""A deeper or wider draft must promise this many times the rate of the smaller one. If both promise about the
+same, the smaller one is better: it leaves more time for prompts, and the highest of several noisy estimates
+is usually too high."""
 
 PROBED_ROWS = 8
-"""Requests that such a trial drafts for. The draft must first take in what each of them wrote since it last
-drafted, so a trial with all requests costs the more the rarer it is."""
+"""How many requests such a trial drafts for. The draft must first read what each of them wrote since it last
+drafted, so the rarer a trial with all requests is, the more it costs."""
 
 REACH_WEIGHT = 0.1
-"""Of the newest iteration in a request's moving average of tokens on its best chain."""
+"""Weight of the newest iteration in a request's moving average of tokens on its best chain."""
 
 
 class PricedPolicy(BasePolicy):
     """Goodput per second decides: an iteration's value is the weighted tokens it is expected to yield.
 
-    Weights (``scheduler/worth.py``) favour requests whose SLO hangs in the balance; there is no
+    Weights (``scheduler/worth.py``) favor requests that may just meet or just miss their SLO; there is no
     separate SLO phase and no constant B.
     """
 
@@ -97,7 +97,7 @@ class PricedPolicy(BasePolicy):
         return Shape(Draft(depth, width, rows=drafting, window=window), weight=self._weight)
 
     def _best_window(self, running: RunningBatch) -> IntArray | None:
-        """What draft steps read of each row, given what reading so much takes and has brought, [n]."""
+        """How much draft steps read of each row, by the learned cost and gain of reading that much, [n]."""
         n = len(running)
         if self.windows is None or not self.config.drafts:
             return self._fixed_window(n)
@@ -129,8 +129,8 @@ class PricedPolicy(BasePolicy):
         regime.rate.add(rate * self.costs.slowdown)
 
     def _weigh(self, running: RunningBatch, context: Context, now_s: float) -> FloatArray:
-        """[n], 1 on average: what was learned of levels and rates is in units of past weights, and a prefill
-        lifts those of all requests at once."""
+        """Weights [n], 1 on average: the learned worth of levels and rates is in units of past weights, and a
+        prefill raises the weights of all requests at once."""
         n = len(running)
         if n == 1:  # nobody to compare it with
             return np.ones(n)
@@ -143,14 +143,14 @@ class PricedPolicy(BasePolicy):
     def _best_shape(
         self, running: RunningBatch, left: FloatArray | None, read: Context, deepest: int
     ) -> tuple[int, int]:
-        """(d, w) with the most expected value per second, by what levels and beams have been worth so far.
+        """(d, w) with the most expected value per second, by the worth of levels and beams so far.
 
         ``left`` [n, d_max]: what ``uncovered`` leaves of ``Regime.surplus``; None = all. ``read``: what a
         step reads of the contexts. Now and then one more level or beam is drafted, because otherwise its
         worth could never be learned.
 
-        All costs are those of now. Steps of now against a rate of past iterations would end drafting when the
-        host becomes busy, although verifications take longer as well.
+        All costs are present ones. If present costs of steps were compared with a rate of past iterations,
+        drafting would end when the host becomes busy, although verifications take longer as well.
         """
         n, c = len(running), self.config
         regime = self._regime(running)
@@ -195,7 +195,7 @@ class PricedPolicy(BasePolicy):
     def _worth_drafting(
         self, running: RunningBatch, left: FloatArray | None, depth: int, width: int, read: Context
     ) -> BoolArray | None:
-        """Rows [n] for which draft steps bring more than they cost; None = all of them."""
+        """Rows [n] for which draft steps gain more than they cost; None = all of them."""
         n = len(running)
         if not depth or left is None or float(left.min()) == 1.0:
             return None
@@ -207,7 +207,7 @@ class PricedPolicy(BasePolicy):
         return drafting
 
     def _learn_potential(self, rids: tuple[str, ...], trees: CandidateTrees, f: FloatArray) -> None:
-        """A request without candidates, as one that has just joined, says nothing of its pace."""
+        """A request without candidates, such as one that has just joined, says nothing about its pace."""
         best = np.zeros((len(rids), int(trees.depth.max(initial=0))))
         np.maximum.at(best, (trees.row, trees.depth - 1), f)
         reach = 1.0 + best.sum(axis=1)
@@ -217,7 +217,8 @@ class PricedPolicy(BasePolicy):
         self._potential.values[rows, 0] = np.where(np.diff(trees.row_start) > 0, reach, known)
 
     def _learn_surplus(self, plan: IterationPlan, trees: CandidateTrees, worth: FloatArray) -> None:
-        """Moves the surplus table towards what this iteration's draft steps were worth beyond the offers.
+        """Moves the surplus table towards the worth of this iteration's draft steps beyond that of the
+        offers.
         ``worth``: of every node, beyond its price, [m]."""
         n, w, row = len(plan.running), plan.draft.width, trees.row
         steps = min(trees.draft_steps, self.config.d_max)
@@ -264,7 +265,7 @@ class PricedPolicy(BasePolicy):
         return within_cap(trees, f, plan.cap)
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """What ``scheduler/pricing.py`` buys of the calibrated candidates."""
+        """The calibrated candidates that ``scheduler/pricing.py`` buys."""
         weight, n = plan.weight, len(plan.running)
         assert weight is not None
         seconds, f, priced = self._buy(plan, trees)
@@ -284,18 +285,18 @@ class PricedPolicy(BasePolicy):
         return priced.selection
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
-        """Where what they take longer is less than reading them would."""
+        """Yes if verifying all of them takes less extra time than waiting for a selection would."""
         return self._is_quicker(running, tokens, self._regime(running).bought.value)
 
     def _buy(self, plan: IterationPlan, trees: CandidateTrees) -> tuple[FloatArray, FloatArray, Priced]:
-        """Seconds by verified nodes, what nodes are worth by themselves [m], and what is bought."""
+        """Seconds by number of verified nodes, the worth of each node [m], and the nodes that are bought."""
         assert plan.weight is not None
         most = max(0, min(plan.budget - len(plan.running), trees.n_nodes))
         seconds, f = self.seconds(plan, trees, most), self.values(plan, trees)
         return seconds, f, price_nodes(trees, f, plan.weight, seconds)
 
     def prepare(self, plan: IterationPlan, like: CandidateTrees | None) -> None:
-        """Also works out what the next ``select`` needs, apart from candidates."""
+        """Also computes what the next ``select`` needs apart from candidates."""
         running = plan.running
         self._prepared = plan, self._seconds(plan, plan.draft.depth, plan.budget - len(running))
         if self.config.calibrate:
@@ -304,7 +305,7 @@ class PricedPolicy(BasePolicy):
             self._buy(plan, like)
 
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
-        """From ``prepare``, where that was for the same."""
+        """From ``prepare``, if that was for the same plan."""
         if self._prepared is not None and self._prepared[0] is plan and trees.draft_steps == plan.draft.depth:
             return self._prepared[1][: most + 1]
         return super().seconds(plan, trees, most)
@@ -320,7 +321,8 @@ class PricedPolicy(BasePolicy):
         return seconds
 
     def observe(self, outcome: IterationOutcome) -> None:
-        """Also learns how iterations usually go: period, tokens per request, kept nodes per level."""
+        """Also learns what iterations usually yield and take: period, tokens per request, kept nodes per
+        level."""
         super().observe(outcome)
         plan, trees = outcome.plan, outcome.trees
         bought = self._bought.pop(plan.iteration, None)

@@ -172,7 +172,7 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 def _draw(blocks: Sequence[Block], plan: LearnPlan, path: Path) -> None:
-    """A colour for each domain: how much is accepted differs more between domains than between drafts."""
+    """A color for each domain: how much is accepted differs more between domains than between drafts."""
     figure, (ax,) = panels(width=6.4, height=3.4)
     for index, domain in enumerate(dict.fromkeys(b.domain for b in blocks)):
         for name, style in zip(plan.settings, ("o--", "o-"), strict=True):

@@ -1,6 +1,6 @@
 """Prompts of several domains, cut from text that is on any machine with AdaServe.
 
-Those of C++, JSON and licences come from files of its own libraries: kinds of text that the embedded pair was
+Those of C++, JSON and licenses come from files of its own libraries: kinds of text that the embedded pair was
 not trained on.
 """
 

@@ -150,7 +150,7 @@ def _ollama(text: str, rng: random.Random) -> Call:
 class Mix:
     """An endless series of calls.
 
-    Every BLOCK calls its flavour changes, so that batches are at times all alike: one penalty or filter in a
+    Every BLOCK calls its flavor changes, so that batches are at times all alike: one penalty or filter in a
     batch takes all of it off the shortest path."""
 
     def __init__(self, seed: int, texts: Sequence[str], cases: Sequence[Call], vocab: int) -> None:

@@ -1,7 +1,7 @@
 """Traffic of a point: classes with their SLOs, arrivals, lengths, prompts. Pure and seeded.
 
 All policies of a point and seed get the same requests at the same times. Points with the same seed share
-their random draws, so that neighbours on an axis differ by what the axis changes and little else.
+their random draws, so that neighbors on an axis differ by what the axis changes and little else.
 """
 
 from __future__ import annotations

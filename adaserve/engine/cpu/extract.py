@@ -65,7 +65,7 @@ def _common_obstacles(model: Any) -> Iterator[str]:
         if type(module).__name__ not in ("VocabParallelEmbedding", "ParallelLMHead"):
             yield f"{type(module).__name__} in place of a plain embedding or head"
         elif not module.weight.is_floating_point():
-            yield "quantised embedding or head"
+            yield "quantized embedding or head"
     if getattr(model.lm_head, "bias", None) is not None:
         yield "a bias on the LM head"
     for key in ("final_logit_softcapping", "logit_scale"):
@@ -83,7 +83,7 @@ def _linear_obstacles(owner: Any) -> Iterator[str]:
         if type(module).__name__ != class_name:
             yield f"{name} is a {type(module).__name__}"
         elif type(module.quant_method).__name__ != "UnquantizedLinearMethod":
-            yield f"{name} is quantised"
+            yield f"{name} is quantized"
         elif module.weight.shape != (module.output_size, module.input_size):
             yield "tensor parallelism"  # this rank's part of the matrix only
         elif name in ("gate_up_proj", "down_proj") and getattr(module, "bias", None) is not None:

@@ -69,7 +69,7 @@ def lean_target(target: Any, who_needs: str) -> LeanModel:
     if lean is None:
         raise UnsupportedError(
             f"{who_needs} AdaServe's own forward of the target on a CPU: serve a Llama or Qwen "
-            "target that is not quantised, and not with --cpu-weights off"
+            "target that is not quantized, and not with --cpu-weights off"
         )
     return lean
 

@@ -1,8 +1,8 @@
-"""A search that was queued behind a verification begins with what that one accepted.
+"""Lets a search that was queued behind a verification begin with the tokens that it accepted.
 
-The host has given it places for the longest case: as if all that is verified were accepted. What is accepted
-instead is read here, on the device, before the search's graph runs. Then every request's keys are as many
-fewer, at the end.
+The host has given the search places for the longest case, as if all verified tokens were accepted. The tokens
+that were really accepted are read here, on the device, before the search's graph runs. Every request's list
+of keys is then shortened at its end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from adaserve.engine.device import Awaited
 
 
 def begin_with(awaited: Awaited, rows: Tensor, there: Mapping[str, Tensor]) -> Tensor:
-    """Writes the first step's last two tokens into what a search reads, and moves all places of its requests
-    to where they belong. Returns by how many keys each is shorter, int64 [R].
+    """Writes the first step's last two tokens into the search's input, and moves all places of its requests
+    to where they belong. Returns by how many keys each request is shorter, int64 [R].
 
     ``rows`` int64 [R]: which request of the verification each one is; -1 = padding."""
     if rows.is_cuda:

@@ -1,8 +1,8 @@
-"""Candidates that are verified before the host has read them: a device writes itself what they are.
+"""Candidates that are verified before the host has read them: the device itself writes their tokens.
 
-The host lays out what is verified as if every candidate hung from its root, since which one hangs from which,
-and what they are, is known when the search ends. That is read here, behind the search and before the
-verification's graph runs.
+The host lays out the verification as if every candidate were a child of its root, because tokens and parents
+are known only when the search ends. They are filled in here, after the search and before the verification's
+graph runs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from adaserve.engine.trees.verify import NOTHING
 
 
 def write_nodes(unread: UnreadNodes, tokens: Tensor, seen: Tensor, last_token: int) -> None:
-    """Writes the candidates' tokens and their ways up into ``VerifyBatch.tree``; and what the forward reads:
-    ``tokens`` int64 [room], up to ``last_token``, and ``seen`` bool [room, columns], where every candidate
-    sees its root and itself before.
+    """Writes the candidates' tokens and the paths to their roots into ``VerifyBatch.tree``, and the input of
+    the forward: ``tokens`` int64 [room], at most ``last_token``, and ``seen`` bool [room, columns]. Before,
+    every candidate sees its root and itself there.
 
-    A request's nodes are the first ones of its row. Where logits are not numbers, siblings have the same
-    token and no probability. No selection keeps those, and no draw may be equal to one: they are
-    ``NOTHING``."""
+    A request's nodes are the first ones of its row. If logits are NaN, siblings have the same token and no
+    probability. No selection keeps these, and no draw may equal one of them, so they are ``NOTHING``."""
     if tokens.is_cuda:
         from adaserve.engine.gpu.unread_kernel import write_fused
 

@@ -56,7 +56,7 @@ def keep_tokens(model: Any, ids: Tensor, path: str) -> None:
     if processor is None or weight is None or has_bias or weight.dtype not in _PLAIN:
         raise UnsupportedError(
             f"{type(model).__name__}, the draft {path}, has no output matrix to take rows of, or one that is "
-            f"quantised or has a bias: leave {FLAG} out"
+            f"quantized or has a bias: leave {FLAG} out"
         )
     if get_tp_group().world_size > 1:  # each rank has its part of the rows
         weight = get_tp_group().all_gather(weight, dim=0)
