@@ -44,7 +44,8 @@ class Verified:
 
     @staticmethod
     def of(outcomes: Sequence[IterationOutcome]) -> Verified:
-        """Several iterations of one batch, stacked; learning from a few nodes at a time is too costly."""
+        """Several iterations of one batch, stacked, because learning from a few nodes at a time is too
+        slow."""
         if len(outcomes) == 1:
             only = outcomes[0]
             return Verified(only.trees, only.selection.keep, only.accepted)
@@ -92,7 +93,7 @@ def find_tested_in(seen: Verified) -> Tested:
 
 
 def drafted_of(tests: Tested, seen: Verified) -> Tested:
-    """Of the nodes that ``seen`` tested, those that draft steps made: offers say nothing of a draft."""
+    """The tested nodes of ``seen`` that draft steps made: offers say nothing about a draft."""
     if seen.trees.source is None:
         return tests
     mine, n = seen.trees.source[tests.node] & DRAFTED > 0, seen.trees.n_rows
@@ -104,8 +105,8 @@ def drafted_of(tests: Tested, seen: Verified) -> Tested:
 
 
 class AcceptanceRate:
-    """How often the tokens of a level are accepted whose parents were, over all requests; recent ones
-    count."""
+    """How often the tokens of a level are accepted if their parents were, over all requests; recent ones
+    count more."""
 
     DECAY = 0.98  # per ``observe``
 
@@ -128,7 +129,7 @@ class AcceptanceRates:
 
     CLASS_PRIOR, CLASS_DECAY = 12.0, 0.98
     REQUEST_PRIOR, REQUEST_DECAY = 24.0, 0.96
-    """Levels' worth of trust in the wider rate: ways to draft differ by little, and a request's own rate is
+    """Trust in the wider rate, in levels: ways to draft differ little, and a request's own rate is
     noisy. Decays are per observed iteration."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ def blend(mean: Numbers, value: Numbers, weight: float) -> Numbers:
 
 
 class MovingAverage:
-    """The mean of a stream of numbers, of which each new one gets ``weight``.
+    """The mean of a stream of numbers, in which each new number gets ``weight``.
 
     Old values have a half-life of ``log(0.5) / log(1 - weight)`` values: 6.6 for a weight of 0.1.
     """
@@ -28,6 +28,6 @@ class MovingAverage:
         self._known = start is not None
 
     def add(self, value: float) -> None:
-        """Takes in one more value."""
+        """Adds one more value."""
         self.value = blend(self.value, value, self.weight) if self._known else value
         self._known = True

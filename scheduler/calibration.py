@@ -1,4 +1,5 @@
-"""Online calibration of draft probabilities: how often tokens of a claimed q were really accepted."""
+"""Online calibration of draft probabilities: how often tokens with a claimed probability q were really
+accepted."""
 
 from __future__ import annotations
 
@@ -165,11 +166,13 @@ class Calibrator:
         self._requests.values[self._requests.rows(rids)] = sums
 
     def pass_over(self) -> None:
-        """An iteration without candidates. Requests forget meanwhile, or rare trials would have to tell."""
+        """An iteration without candidates. Requests forget meanwhile; otherwise only rare trials could
+        correct them."""
         self._passed += 1
 
     def _add(self, number: IntArray, cell: IntArray, q: FloatArray, hit: BoolArray) -> None:
-        """Each class forgets by its own tests: beside a busy one, a rare one would have forgotten all."""
+        """Each class forgets by its own tests: otherwise a rare class would forget everything beside a busy
+        one."""
         tests = np.bincount(number, minlength=self._sums.shape[1])
         self._sums *= 0.5 ** (tests[:, None] / self.HALF_LIFE_TESTS)
         flat, cell = self._sums.reshape(3, -1), cell + number * (GROUPS * N_BINS)

@@ -12,7 +12,7 @@ KNEE = 1.5
 """If no budget is given, B is how many tokens can be verified in this many times the time of a few."""
 
 NARROW = 3
-"""Beams of each request that every batch may have, whatever ``PolicyConfig.most_beams``."""
+"""Beams that each request of any batch may have, whatever ``PolicyConfig.most_beams`` is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class PolicyConfig:
     d_max: int = 8
     w_max: int = 3
     most_beams: int | None = None
-    """Of all requests in a draft step, where one has more than ``NARROW``; None = no limit. A GPU has graphs
-    of so wide drafts for few requests only."""
+    """Most beams of all requests together in a draft step, if any request has more than ``NARROW``; None = no
+    limit. A GPU has CUDA graphs of such wide drafts only for few requests."""
     n_max_factor: float = 1.2  # n_max = int(factor * B / n), the authors' public code
     B1: int | None = None  # verifier tokens per step in the EuroSys depth rule; None = B
     B2: int | None = None  # draft tokens per step in the EuroSys width rule; None = 3 B / 4

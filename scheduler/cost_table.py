@@ -1,4 +1,4 @@
-"""What one kind of forward costs by size, learned from those that were served.
+"""The cost of one kind of forward by size, learned from served forwards.
 
 Times are learned per size, whatever their shape: 16 tokens may well cost less than 12.
 
@@ -30,31 +30,31 @@ SIZES: IntArray = np.unique(
 _SIZE_OF: IntArray = np.abs(np.log(np.arange(1, 4097))[:, None] - np.log(SIZES)).argmin(axis=1)
 
 LATEST = 24
-"""Times per size that are remembered."""
+"""How many times are remembered per size."""
 
 QUANTILE = 0.2
 """Quantile of the latest times of a size that counts as its quiet cost."""
 
 KNOWN = 6.0
-"""Trust (roughly: times seen) from which a size says how busy the host is."""
+"""From this trust on (roughly: times seen) a size says how busy the host is."""
 
 MUCH = math.log(1.3)
-"""A time is much longer or shorter than expected beyond this ratio."""
+"""Beyond this ratio a time is much longer or shorter than expected."""
 
 RECENT = 9
-"""Times of known sizes whose median is the present slowdown."""
+"""The present slowdown is the median over this many times of known sizes."""
 
 PATIENCE_S = 600.0
 """When all forwards have been slow for this many seconds, the host is not busy: it has become slower."""
 
 LEARN_EVERY = 8
-"""What was learned is worked out again after this many times."""
+"""What was learned is computed again after this many times."""
 
 
 class LowQuantiles:
     """A low quantile of the latest values in each of several buckets, and how far it can be trusted.
 
-    Buckets that have seen little lean on their neighbors.
+    Buckets with few values are estimated with the help of their neighbors.
     """
 
     NEIGHBOURS = 3.0  # trust that a bucket's neighbors have together
@@ -84,14 +84,15 @@ class LowQuantiles:
         self._count[buckets] = self.trust[buckets] = times
 
     def add(self, bucket: int, value: float) -> None:
-        """Takes in ``value``."""
+        """Adds ``value``."""
         self._latest[bucket, self._count[bucket] % LATEST] = value
         self._count[bucket] += 1
         self._new.append(bucket)
 
     def outdo(self, bucket: int, value: float) -> None:
-        """``value`` is far below what is believed, so slower ones before it were disturbed, not only here.
-        The further below, the less counts what is known of others: they may not come again for long."""
+        """``value`` is far below what is believed, so earlier, slower values were disturbed, and not only in
+        this bucket. The further below it is, the less the values of other buckets count: these sizes may not
+        be served again for long."""
         self.work_out()
         if self.trust[bucket] >= KNOWN:
             self.trust *= math.exp(self.DOUBT * (value - self.values[bucket]))
@@ -127,9 +128,8 @@ class LowQuantiles:
 
 
 class CostTable:
-    """Seconds of one kind of forward by size, with nothing in the KV cache, learned.
-
-    Kept as the logarithm of the ratio to a first guess.
+    """Learned seconds of one kind of forward by size, with nothing in the KV cache, kept as the logarithm of
+    the ratio to a first guess.
     """
 
     def __init__(self, guess: Seconds, known: Sequence[float] = ()) -> None:
@@ -148,7 +148,7 @@ class CostTable:
     # -- learning -----------------------------------------------------------------------------
 
     def knows(self, size: int) -> bool:
-        """Whether forwards of that size were seen often enough to judge others by them."""
+        """Whether forwards of that size were seen often enough to judge the host by them."""
         return bool(self._sizes.trust[size_bucket(size)] >= KNOWN)
 
     def judge(self, size: int, seconds: float, reading_s: float) -> None:
@@ -187,8 +187,8 @@ class CostTable:
             self.quiet_curve()  # now, not where somebody waits for a prediction
 
     def _not_judged(self) -> None:
-        """Where known sizes are no longer served, nothing says how busy the host is. It is not, then: what is
-        served now has to be learned."""
+        """If known sizes are no longer served, nothing says how busy the host is. Then it counts as not busy,
+        because the cost of what is served now has to be learned."""
         if math.log(self.slowdown) <= MUCH:
             return
         self._unjudged += 1
@@ -215,7 +215,7 @@ class CostTable:
         return self._plain[size]
 
     def learned(self, further: Sequence[float], reading: ReadingCost) -> TableCost | None:
-        """The quiet costs of known sizes, of ``further`` ones, which a server that met other sizes only
+        """The quiet costs of known sizes, of ``further`` ones, which a server that meets only other sizes
         would miss, and those of reading the KV cache; None while no size is known."""
         at = np.flatnonzero(self._sizes.trust >= KNOWN)
         if not at.size:
@@ -228,5 +228,5 @@ class CostTable:
 
 
 def size_bucket(size: float) -> int:
-    """Where a forward of ``size`` tokens is learned."""
+    """Bucket in which a forward of ``size`` tokens is learned."""
     return int(_SIZE_OF[min(max(int(size), 1), len(_SIZE_OF)) - 1])

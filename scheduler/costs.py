@@ -1,8 +1,8 @@
-"""What an iteration takes on this host, learned from those that were served.
+"""How long an iteration takes on this host, learned from served iterations.
 
 A latency model comes from a short measurement, from a file, or from an earlier run. It may be wrong: the host
-was busy then, or it is another host. So it is only where learning starts. What forwards take by size is
-learned in ``scheduler/cost_table.py``, and what reading the KV cache adds in ``scheduler/kv_reading.py``.
+was busy then, or it is another host. So learning only starts from it. The time of forwards by size is learned
+in ``scheduler/cost_table.py``, and the time that reading the KV cache adds in ``scheduler/kv_reading.py``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ STEP_RANGE = 2.0
 """A draft step costs at most this many times as much, or as little, as the line through all drafts says."""
 
 LEAST_TIME = 1e-3
-"""Of the first guess of a first step: a draft that seems to take less is taken for one of this length, since
-errors are relative, and a clock that hardly moved must not outweigh all other drafts."""
+"""Share of the first guess of a first step. A draft that seems to take less counts as one of this length,
+because errors are relative, and a clock that hardly moved must not outweigh all other drafts."""
 
 LITTLE = 0.25
-"""Up to this share of the rest of a forward, what it reads hardly matters: its time teaches what sizes take,
-and whether the host is busy. Above, it teaches what reading takes."""
+"""If reading takes up to this share of the rest of a forward, it hardly matters: the forward's time teaches
+the cost of sizes, and whether the host is busy. Above that, it teaches the cost of reading."""
 
 
 class LearnedForward:
-    """One kind of forward: what it takes by size, and what it takes to read the KV cache."""
+    """One kind of forward: its time by size, and the time to read the KV cache."""
 
     def __init__(self, guess: StepCost) -> None:
         self.sizes = CostTable(guess.alone, known_sizes(guess))
@@ -64,13 +64,13 @@ class LearnedForward:
 
 
 class FirstStep:
-    """What the first draft step for n requests takes, and all around the steps, without reading their
-    contexts: fixed + n x per_row; and what all steps take to read them.
+    """Time of the first draft step for n requests and of everything around the steps, without reading their
+    contexts: fixed + n x per_row; and the time of all steps to read them.
 
     This is a least squares fit of fixed + n x per_row, of a factor of the first guess of the later steps,
     and of the cost of reading contexts, by relative errors: a time that was far too long hardly counts.
-    A GPU times whole drafts only, and drafts that are all of one depth do not tell what starting them
-    costs. A host knows when the first level was there, and so times both parts.
+    A GPU times only whole drafts, and drafts that all have the same depth do not show what starting them
+    costs. A CPU host knows when the first level was done, and so times both parts.
     """
 
     KEPT = 0.98  # of the weight of older drafts, per draft
@@ -91,7 +91,7 @@ class FirstStep:
         self._work_out()
 
     def observe(self, n: int, later_s: float, seconds: float, read: float = 0.0, pairs: float = 0.0) -> None:
-        """A draft for n requests took ``seconds``, or its later steps alone (n = 0). ``later_s``: first
+        """A draft for n requests took ``seconds``, or only its later steps did (n = 0). ``later_s``: first
         guess for the later steps; ``read`` and ``pairs``: sum L and sum q L over all of these steps."""
         scale, pair_scale = self._scales
         seconds = max(seconds, self._least_s)
@@ -107,17 +107,19 @@ class FirstStep:
         self.cost = ForwardCost(fixed_s=fixed, per_token_s=per_row)
 
     def seconds(self, n: int) -> float:
-        """Predicted, where there is no context to read."""
+        """Predicted seconds if there is no context to read."""
         return self.cost.fixed_s + n * self.cost.per_token_s
 
 
 LEAST_FIRST = 0.2
-"""Of what a later step for one request takes: a first step that was learned to cost less is not believed."""
+"""Share of the time of a later step for one request: a first step that was learned to cost less is not
+believed."""
 
 
 def _likely_first(start: LatencyModel) -> StepCost:
-    """What was learned of first steps in an earlier run, unless it is next to nothing beside a later step:
-    the fit then put the whole of a draft down to reading long contexts, and that is no prior to scale by."""
+    """What an earlier run learned about first steps, unless it is next to nothing compared with a later step.
+    In that case the fit has attributed the whole of a draft to reading long contexts, which is no prior to
+    scale by."""
     first, one = start.draft_first, np.array([1.0])
     if first is None or float(first.alone(one)[0]) < LEAST_FIRST * float(start.draft.alone(one)[0]):
         return start.draft
@@ -125,21 +127,23 @@ def _likely_first(start: LatencyModel) -> StepCost:
 
 
 class LatestLow:
-    """A low quantile of the latest times: an idle time in between makes one longer, so a mean is no use."""
+    """A low quantile of the latest times. A mean is of no use, because an idle time in between makes a time
+    longer."""
 
     def __init__(self, start_s: float) -> None:
         self._latest = deque([start_s] * 3, maxlen=LATEST)
         self.value = start_s
 
     def add(self, seconds: float) -> None:
-        """Takes in a time; what is not finite is ignored, and what is negative counts as 0."""
+        """Adds a time; a value that is not finite is ignored, and a negative one counts as 0."""
         if math.isfinite(seconds):
             self._latest.append(max(0.0, seconds))
             self.value = sorted(self._latest)[int(QUANTILE * len(self._latest))]
 
 
 class LearnedCosts(Latency):
-    """What an iteration takes on this host. The policies of one server share it, and all of them teach it."""
+    """How long an iteration takes on this host. The policies of one server share this object, and it learns
+    from all of them."""
 
     def __init__(self, start: LatencyModel, learn: bool = True) -> None:
         """``learn`` False: take the start as it is."""
@@ -184,8 +188,8 @@ class LearnedCosts(Latency):
 
     @property
     def select_wait_s(self) -> float:
-        """How long a device waits for a selection, where it need not if all candidates were taken. At first
-        it seems to take no time."""
+        """How long a device waits for a selection that could be avoided by taking all candidates. At first it
+        is taken as 0."""
         return self._select_wait.value
 
     def baseline_s(self, context: float) -> float:
@@ -194,7 +198,7 @@ class LearnedCosts(Latency):
         return self.verify.quiet_s(1, Context(context)) + self._other_alone.value
 
     def learned(self) -> LatencyModel | None:
-        """What is known of the quiet host, a start for the next run; None while nothing is known."""
+        """What is known about the quiet host, as a start for the next run; None while nothing is known."""
         verify = self.verify.sizes.learned(_points(self._start.verify), self.verify.reading.cost)
         if verify is None:
             return None
@@ -208,8 +212,7 @@ class LearnedCosts(Latency):
         )
 
     def first_prefills_s(self, tokens: FloatArray) -> FloatArray:
-        """Seconds [k] of prefills of ``tokens`` [k], which go through both models: what is guessed before
-        there was one."""
+        """First guess of the seconds [k] of prefills of ``tokens`` [k], which go through both models."""
         return self._start.verify.alone(tokens) + self._start.draft.alone(tokens)
 
     # -- learning -----------------------------------------------------------------------------
@@ -255,10 +258,11 @@ class LearnedCosts(Latency):
 
 
 def _points(cost: StepCost) -> Sequence[float]:
-    """Sizes of which a guess is worth keeping. One token is among them: the baseline is read there."""
+    """Sizes for which a guess is worth keeping. One token is among them, because the baseline is read
+    there."""
     return (1.0, *cost.tokens) if isinstance(cost, TableCost) else (1.0, 8.0, 64.0, 256.0, 1024.0, 4096.0)
 
 
 def known_sizes(cost: StepCost) -> Sequence[float]:
-    """Sizes of which a cost was learned by serving, not in a short measurement."""
+    """Sizes whose cost was learned by serving, not in a short measurement."""
     return cost.known if isinstance(cost, TableCost) else ()

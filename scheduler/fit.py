@@ -21,7 +21,7 @@ from adaserve.scheduler.profile import Profile
 
 SHARPNESS_GRID = (1.5, 2.0, 3.0, 4.0, 8.0)  # and 1, the line
 LEAST_ALONE = 0.1
-"""Of a forward's time that is never put down to its cached tokens."""
+"""Share of a forward's time that is never attributed to its cached tokens."""
 
 Fitter = Callable[[FloatArray], StepCost]
 
@@ -45,9 +45,8 @@ class LatencyFit:
 
 
 def fit_reading(points: FloatArray) -> ReadingCost:
-    """What cached tokens add: c1 sum L + c2 sum q L, from forwards that differ in nothing but their contexts.
-
-    Relative least squares, >= 0; 0 where no two such forwards were measured."""
+    """The time that cached tokens add: c1 sum L + c2 sum q L, from forwards that differ only in their
+    contexts. Relative least squares, >= 0; 0 if no two such forwards were measured."""
     tokens, context, requests, seconds = points.T
     pairs = context / requests * tokens
     rows, more = [], []

@@ -1,8 +1,9 @@
 """What one more request would get: its TPOT, and how long it would wait for its prefill.
 
-The TPOT of a request is the time from one decode iteration to the next over its tokens per iteration. Both
-are remembered by batch size, up to a factor of two, times as they would be on a quiet host: it may have
-become busy, or quiet, since a batch of that size ran. Between sizes the latency model of the policies says
+The TPOT of a request is the time from one decode iteration to the next, divided by its tokens per iteration.
+Both are remembered by batch size, up to a factor of two. Times are stored as they would be on a quiet host,
+because the host may have become busy, or quiet, since a batch of that size
+ran. Between sizes the latency model of the policies says
 how iterations grow, with the shape of the trees that are usual at the nearest one.
 """
 
@@ -31,7 +32,7 @@ NEWEST = 0.05
 """Weight of the newest iteration: the last two dozen count."""
 
 NEWEST_SIZE = 0.01
-"""The same for the size of the batch, which changes from one iteration to the next."""
+"""Weight of the newest iteration for the size of the batch, which changes from one iteration to the next."""
 
 
 class _Usual(NamedTuple):
@@ -47,7 +48,7 @@ class _Usual(NamedTuple):
 
 
 class Outlook:
-    """Learns from iterations; knows no clock."""
+    """Learns from iterations; has no clock."""
 
     def __init__(self, latency: Latency) -> None:
         self._latency = latency
@@ -56,7 +57,7 @@ class Outlook:
         self._usual_size = MovingAverage(NEWEST_SIZE)  # requests in a batch
 
     def observe(self, outcome: IterationOutcome) -> None:
-        """An iteration. Requests that may not speculate say nothing of what others get."""
+        """Learns from an iteration. Requests that may not speculate say nothing about what others get."""
         running, n = outcome.plan.running, len(outcome.plan.running)
         self._usual_size.add(n)
         kinds = map(kind_of, running.slo_class, running.tpot_slo_s.tolist())
@@ -81,8 +82,8 @@ class Outlook:
             self._paces[size, kind] = blend(self._paces.get((size, kind), pace), pace, NEWEST)
 
     def with_one_more(self, running: int, waiting: int, slots: int) -> int:
-        """Requests that will decode when one more does that arrives now. Those that wait fill the batch up to
-        its usual size; where more of them wait, each stands in for one that has ended."""
+        """Requests that will decode together with one that arrives now. Waiting requests fill the batch up to
+        its usual size; if more of them wait, each replaces one that has ended."""
         usual = round(self._usual_size.value)
         filling = min(waiting, max(0, usual - running)) if usual else waiting
         return min(slots, running + filling + 1)
@@ -101,16 +102,16 @@ class Outlook:
         return self.cycle_s(n) / self.pace(kind, n)
 
     def pace(self, kind: str, n: int) -> float:
-        """Tokens per iteration of a request of that kind; of any where none was seen, and 1 while nothing is
-        known."""
+        """Tokens per iteration of a request of that kind; of any kind if none was seen, and 1 while nothing
+        is known."""
         size = self._size(n)
         if size is None:
             return 1.0
         return max(1.0, self._paces.get((size, kind), self._means[size].pace))
 
     def _size(self, n: int) -> int | None:
-        """The size that is known and nearest. Not that of the present batch: with more requests each gets
-        smaller trees, so that both iterations and tokens per iteration grow less than trees of today say."""
+        """The nearest known size. It is not that of the present batch: with more requests each gets smaller
+        trees, so that both iterations and tokens per iteration grow less than the present trees suggest."""
         return min(self._means, key=lambda size: abs(size - max(1, n).bit_length()), default=None)
 
     def _iteration_s(self, usual: _Usual, n: float) -> float:

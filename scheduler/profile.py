@@ -1,4 +1,4 @@
-"""What was measured of a host: a small JSON file that ``adaserve profile`` writes::
+"""Measurements of a host: a small JSON file that ``adaserve profile`` writes::
 
     {"schema_version": 2, "device": "...", "target": "...", "draft": "...",
      "draft_points":  [{"rows": 8, "context": 1024, "requests": 4, "seconds": 0.0021}, ...],

@@ -1,9 +1,9 @@
-"""When speculation pays at long contexts (MagicDec, sections 3.1 and 3.2), by what forwards cost.
+"""When speculation pays off at long contexts (MagicDec, sections 3.1 and 3.2), by the cost of forwards.
 
 speedup = Omega T_T / (k T_D + T_V), with Omega the expected tokens of a chain of k, bonus included, T_T a
 plain step, T_D a draft step and T_V the verification of k + 1 tokens per request, all for n requests with
-equally long contexts. What a draft with a window reads does not grow, so beyond some length speculation pays
-more with every request: S_inflection.
+equally long contexts. The amount that a draft with a window reads does not grow, so beyond some length,
+S_inflection, speculation gains more with every request.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class DraftWindows:
         return window
 
     def _due(self, reads: IntArray, best: IntArray, step_s: Callable[[float], float]) -> int | None:
-        """A window that has to be tried again; None = none."""
+        """A window that is due for another try; None = none."""
         usual_s = step_s(float(np.take_along_axis(reads, best[None, :], axis=0).sum()))
         for k in np.flatnonzero(self._unused >= PROBE_EVERY).tolist():
             if self._unused[k] >= PROBE_EVERY * step_s(float(reads[k].sum())) / usual_s:
@@ -70,7 +70,7 @@ class DraftWindows:
         return None
 
     def observe(self, outcomes: Sequence[IterationOutcome], tests: Tested) -> None:
-        """Iterations of one batch, and what of the drafts of all of them together was tested."""
+        """Learns from iterations of one batch; ``tests``: the tested nodes of all their drafts."""
         running, shape = outcomes[0].plan.running, (len(outcomes), -1)
         none = np.zeros(len(running), np.int64)
         used = np.stack([none if (w := o.plan.draft.window) is None else w for o in outcomes])

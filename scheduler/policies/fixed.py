@@ -20,5 +20,5 @@ class FixedPolicy(BasePolicy):
         return Shape(Draft(len(self._branching), width, self._branching if width > 1 else None))
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
-        """As it does anyway."""
+        """Always."""
         return True

@@ -56,7 +56,7 @@ class AdaServePolicy(BasePolicy):
         return max(1, int(self.config.n_max_factor * B / n))
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
-        """As it does where the budget is enough for them."""
+        """Yes: within the budget the rules take all candidates anyway."""
         return True
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
@@ -91,7 +91,7 @@ class EqualGreedyPolicy(AdaServePolicy):
     slo_aware = False
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
-        """Nothing is drafted where a share has room for the root alone."""
+        """Nothing is drafted if a share has room only for the root."""
         shape = super().shape(running, cap, now_s)
         return shape if shape.n_max else replace(shape, draft=Draft(0))
 
