@@ -1,4 +1,4 @@
-"""The command ``adaserve``: until its own modules are imported, an interruption ends it without a word."""
+"""The command ``adaserve``: until its own modules are imported, an interruption ends it silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request asks for, by its ASGI scope, and what stands around an app."""
+"""Reads requests from their ASGI scope, and wraps ASGI apps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The command ``adaserve``.
 
-A module of a command imports at its top what its options need, and what does the work where it runs: help and
-small commands must not wait for PyTorch.
+A command's module imports at its top only what its options need, and everything else where it is used: help
+and small commands must not wait for PyTorch.
 """
 
 from __future__ import annotations

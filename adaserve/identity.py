@@ -1,4 +1,5 @@
-"""Who we are to SGLang: the algorithm's name, the version we hook into, and whether we could register."""
+"""AdaServe's identity for SGLang: the algorithm's name, the version we hook into, and whether we could
+register."""
 
 from __future__ import annotations
 

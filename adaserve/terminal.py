@@ -1,4 +1,4 @@
-"""How sentences are printed where people read them."""
+"""Prints sentences for people to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Plain blocking HTTP from the standard library, beside the load: it works with and without gevent."""
+"""Plain blocking HTTP from the standard library, for everything except the load: it works with and without
+gevent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an AdaServe server said about each request, beside what the client measured, and why they differ."""
+"""Compares an AdaServe server's verdict on each request with what the client measured, and says why they
+differ."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a request may hold: pure checks, free of SGLang, of everything that a client may send.
+"""What a request may contain: pure checks, without SGLang, of everything that a client may send.
 
 ``patches.http.boundary`` asks them on every route before a request is queued. A number that SGLang or a
-kernel would use as an index or put into 32 bits is checked here, so that nothing behind has to doubt it.
+kernel would use as an index or put into 32 bits is checked here, so that no later code has to check it again.
 """
 
 from adaserve.boundary.errors import RequestError

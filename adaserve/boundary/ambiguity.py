@@ -1,8 +1,8 @@
-"""How many places of a regular expression one text can lead to, at most.
+"""The largest number of places in a regular expression that one text can lead to.
 
 A grammar's matcher follows every way in which a text may have been matched so far. For most expressions that
-is one or a few; for ``([a-z]?){0,99}`` a single letter leads to 99 places, and to mask the next token takes
-seconds of the scheduler's loop. The same texts have an expression with one way: ``[a-z]{0,99}``.
+is one or a few; for ``([a-z]?){0,99}`` a single letter leads to 99 places, and masking the next token takes
+seconds of the scheduler's loop. An expression with one way matches the same texts: ``[a-z]{0,99}``.
 """
 
 from __future__ import annotations

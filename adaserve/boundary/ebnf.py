@@ -1,8 +1,8 @@
-"""A grammar in EBNF as one regular expression, so that it is judged as regular expressions are.
+"""Turns an EBNF grammar into one regular expression, so that it is checked like a regular expression.
 
-A rule's name becomes what the rule says. A rule that is recursive is written out ``depth`` times, and behind
-that stands for something that nothing else matches: what its text can lead to further down is not known here,
-and is watched while it is matched.
+A rule's name becomes what the rule says. A recursive rule is written out ``depth`` times. Below that it
+stands for something that nothing else matches: where its text can lead further down is not known here, and is
+watched while it is matched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How much work it may be to judge the grammars of one request.
+"""Limits the work of checking the grammars of one request.
 
 Each grammar has limits of its own. But a batch may hold thousands of them and a schema hundreds of patterns,
-and they are judged in the loop that answers everybody.
+and they are checked in the loop that answers everybody.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grammars that a request may ask for: nothing endless, nothing that costs out of all proportion.
+"""Checks the grammars of a request: none may be endless or disproportionately expensive.
 
 A schema or expression is compiled in the scheduler's process, and a stop expression is matched in its
 loop after every iteration, so one that never ends stops everybody.

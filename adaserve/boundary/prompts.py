@@ -1,4 +1,4 @@
-"""Texts that hold more tokens than fit are refused before all of them is tokenized.
+"""Refuses a text with more tokens than fit before the whole text is tokenized.
 
 Tokenizing holds up everybody's answers: it takes the HTTP process some seconds for a body of 8 MB.
 """

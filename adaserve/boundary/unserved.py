@@ -1,8 +1,8 @@
 """Fields of other servers that change an answer, and that SGLang ignores.
 
 A client that asks for JSON by vLLM's ``guided_json`` would get any text, and take it for JSON. So such fields
-are refused, in a sentence that says what to use. What changes only speed or bookkeeping is ignored. But what
-asks AdaServe for a speed, or forbids it to learn, is refused where it would not be read.
+are refused, in a sentence that says what to use. Fields that change only speed or bookkeeping are ignored.
+But fields that ask AdaServe for a speed, or forbid it to learn, are refused where they would not be read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Refusals in the words of OpenAI's, Anthropic's and Ollama's APIs, for clients that know no other.
 
-SGLang makes its own request of one of theirs, and that is what is checked: it has a
+SGLang turns such a request into its own form, which is what is checked: it has a
 ``sampling_params.max_new_tokens`` where the client wrote ``max_tokens``.
 """
 

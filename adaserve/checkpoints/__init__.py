@@ -1,1 +1,1 @@
-"""What is known of models and drafts before they are loaded."""
+"""What is known about models and drafts before they are loaded."""

@@ -1,4 +1,4 @@
-"""What kind of draft a checkpoint is: a language model, or what reads the target's hidden states."""
+"""What kind of draft a checkpoint is: a language model, or a head that reads the target's hidden states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model is there: a folder of this host, or a name on the Hugging Face hub."""
+"""Whether a model exists: as a folder of this host, or by name on the Hugging Face hub."""
 
 from __future__ import annotations
 

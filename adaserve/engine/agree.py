@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks must decide alike: the first rank decides, the others follow.
+"""Decisions that all tensor-parallel ranks must share: the first rank decides, the others follow.
 
 Every rank drafts and verifies the same tokens, so that all ranks' forwards fit together. Plans and selections
 follow from measured times, which differ from rank to rank.

@@ -1,4 +1,4 @@
-"""What the policy of the moment decides about an iteration: the same on all ranks, and recorded if asked."""
+"""The current policy's decisions about an iteration: the same on all ranks, and recorded if asked for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What differs by device, and nothing else: a model's forwards, draws, copies, clocks.
-
-The iteration (``decode.py``) is written once over these. ``cpu/`` and ``gpu/`` have them.
+"""Only what differs by device: a model's forwards, draws, copies, clocks. The iteration (``decode.py``) is
+written once on top of these. ``cpu/`` and ``gpu/`` implement them.
 """
 
 from __future__ import annotations

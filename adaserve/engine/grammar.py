@@ -1,8 +1,8 @@
 """Structured output under trees: what the requests' grammars allow after every candidate.
 
 A node's draw is masked by the grammar of its own path, so the output is that of plain decoding. Candidates
-that a grammar forbids become impossible before any of them is selected, and where the host sees every step of
-a search, its beams choose among allowed tokens only: a token that the grammar forces has probability 1.
+that a grammar forbids get probability 0 before any of them is selected. If the host sees every step of a
+search, its beams choose only among allowed tokens: a token that the grammar forces has probability 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The KV caches of the target and of what drafts beside it, in which accepted paths have to be contiguous."""
+"""The KV caches of the target and of its drafts, in which accepted paths have to be contiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's matcher on the branches of a tree: what its grammar allows there, and what is forbidden."""
+"""Runs a request's matcher over the branches of a tree: which tokens its grammar allows and forbids there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attention our code computes: tokens that see earlier ones of their text, all or the nearest."""
+"""Which attention our code computes: full or sliding-window causal attention."""
 
 from __future__ import annotations
 

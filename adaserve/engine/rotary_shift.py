@@ -1,8 +1,8 @@
 """Rotary positions of text behind images (M-RoPE: Qwen2-VL, section 2.1).
 
 A token of an image has three positions, and an image takes fewer of them than it has tokens. SGLang reads the
-prompt and knows its positions. What we read comes after it and is text: there the three are equal, and differ
-from the token's place in the list by the same number for all tokens of a request.
+prompt and knows its positions. What we read comes after the prompt and is text. There the three positions are
+equal, and differ from the token's place in the list by the same number for all tokens of a request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One draw per verified token from exactly the distribution that plain decoding would use, on any device.
 
 A sampled token is the best one after Gumbel noise of its request and position (adaserve/noise.py). Draft
-trees do not enter, nor do other requests, so the text of a request is the same whatever was drafted and
-whoever is served beside it.
+trees and other requests have no influence, so the text of a request is the same whatever was drafted and
+whichever requests run beside it.
 """
 
 from __future__ import annotations

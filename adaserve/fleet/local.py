@@ -1,7 +1,7 @@
 """A fleet on one machine: replicas behind a router that people run (``adaserve fleet up``).
 
-The router is SGLang's own, from the package index. Here it is started, watched and stopped; what it does
-with requests is its business.
+The router is SGLang's own, from the package index. Here it is only started, watched and stopped; how it
+routes requests is up to the router.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Files that are whole: who reads one, or goes on with it after a kill, finds the old one or the new one. And
-what files of text can hold."""
+"""Writes files atomically: a reader, or a run that continues after a kill, finds the old file or the new one.
+And what text files can hold."""
 
 from __future__ import annotations
 

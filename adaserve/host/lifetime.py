@@ -1,4 +1,4 @@
-"""What a command starts ends with it, even when that is killed, and a server says where it hangs."""
+"""Processes that a command starts end with it, even if it is killed, and a server says where it hangs."""
 
 from __future__ import annotations
 

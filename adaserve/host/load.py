@@ -1,4 +1,4 @@
-"""What the processors that this process may use have done, and how much of it others took."""
+"""How busy the processors are that this process may use, and how much of that is due to other processes."""
 
 from __future__ import annotations
 

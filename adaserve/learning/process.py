@@ -1,7 +1,7 @@
 """The trainer's process: ``python -m adaserve.learning.process SETTINGS``.
 
-It takes in what was served, trains, judges, and offers better drafts. It works with what the server leaves of
-the processor: one thread of low priority, which waits whenever the server says that it is busy.
+It reads what was served, trains, judges, and offers better drafts. It uses spare processor time only: one
+thread of low priority, which waits whenever the server says that it is busy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one request teaches: its tokens, and the target's distributions at the positions that were served."""
+"""What one request teaches: its tokens, and the target's distributions at the served positions."""
 
 from __future__ import annotations
 

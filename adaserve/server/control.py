@@ -1,4 +1,4 @@
-"""What a running server is asked and told by those who started it."""
+"""Queries and commands to a running server from the process that started it."""
 
 from __future__ import annotations
 

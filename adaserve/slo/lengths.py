@@ -1,4 +1,4 @@
-"""How long the answers of a class turned out, for requests whose own bound says little.
+"""How long the answers of a class usually are, for requests whose own bound says little.
 
 How much time a request has until its SLO is judged depends on where its answer ends. ``max_tokens`` is a
 bound, and mostly a loose one. With 512 where answers have 100 tokens, a request that is late seems to have

@@ -1,6 +1,6 @@
 """The SLO of a request: where it may be stated, and which place wins.
 
-The first place that speaks wins, for TPOT and TTFT separately::
+The first place that states it wins, for TPOT and TTFT separately::
 
     body     custom_params {slo_tpot_ms, slo_ttft_ms}, or nvext.router {itl_target, ttft_target}
     header   x-slo-tpot-ms, x-slo-ttft-ms (also spelled x-llm-d-slo-...),

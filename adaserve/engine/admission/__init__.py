@@ -1,1 +1,1 @@
-"""When a waiting prompt may start, what it would get, and which are refused."""
+"""When a waiting prompt may start, what it would get, and which prompts are refused."""

@@ -1,7 +1,7 @@
 """What one more request would get: the engine's side of ``scheduler/forecast.py``.
 
-Nothing here runs in a decode iteration. A forecast is made once a second at most, and when the server has
-become idle or is no longer; for a request that arrives, its TPOT is predicted once more.
+Nothing here runs in a decode iteration. A forecast is made at most once a second, and when the server becomes
+idle or busy; when a request arrives, its TPOT is predicted in addition.
 """
 
 from __future__ import annotations

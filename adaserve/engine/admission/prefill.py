@@ -1,7 +1,7 @@
 """When prefills run beside decoding requests, and how large their chunks are: the engine's side.
 
-The rule is ``scheduler/prefill.py``, which the simulator calls too. Here it gets what the engine knows:
-who decodes, who waits, how long an iteration and a chunk take.
+The rule is ``scheduler/prefill.py``, which the simulator calls too. Here it gets what the engine knows: which
+requests decode, which wait, and how long an iteration and a chunk take.
 """
 
 from __future__ import annotations

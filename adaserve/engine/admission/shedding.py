@@ -1,4 +1,4 @@
-"""Which waiting requests are refused, so that others are not late because of them (``--shed``)."""
+"""Which waiting requests are refused, so that they do not make others late (``--shed``)."""
 
 from __future__ import annotations
 

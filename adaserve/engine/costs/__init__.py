@@ -1,1 +1,2 @@
-"""What iterations cost on this host: measured at a start, learned while serving, kept for the next."""
+"""The cost of iterations on this host: measured at startup, learned while serving, kept for the next
+start."""

@@ -1,4 +1,4 @@
-"""Learned costs on the server's side: what depends on them, and how they are kept for the next start."""
+"""The server's part of learned costs: what depends on them, and how they are kept for the next start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft step and a verification cost on this host with these models.
+"""Measures the cost of a draft step and of a verification on this host with these models.
 
 A short measurement runs at every server start (four seconds on the embedded pair); ``adaserve
 profile`` runs a longer one. Both measure the forwards that serving uses.

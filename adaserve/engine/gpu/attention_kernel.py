@@ -1,9 +1,9 @@
 """Attention of tree forwards as one Triton kernel.
 
 A program has a tile of one request's queries, for all heads that read one key head, and a part of its keys.
-It reads everything from the device, the geometry included, so it can stand inside a CUDA graph. Contexts are
-cut into parts, as in Flash-Decoding, but no second kernel puts these together: the program that ends last of
-a tile's does.
+It reads everything from the device, including the geometry, so it can run inside a CUDA graph. Contexts are
+cut into parts, as in Flash-Decoding, but no second kernel combines them: the last program of a tile to finish
+does.
 """
 
 from __future__ import annotations

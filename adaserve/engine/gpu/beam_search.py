@@ -1,8 +1,8 @@
 """A whole beam search as one CUDA graph: all draft steps, and the bookkeeping between them.
 
-The first step has room for the same number of tokens of every request: what the draft has not seen of it,
-and its root at the end. Room that is left over is padding. For few requests it is made as wide as the steps
-that follow, so that one plan of the attention serves them all.
+The first step has room for the same number of tokens of every request: those that the draft has not seen, and
+the root at the end. Unused room is padding. For few requests it is made as wide as the later steps, so that
+one attention plan serves all steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Medusa heads on a GPU: all levels of a tree in one graph, from one hidden state of each request.
 
-What they read and what they say is as on CPU hosts (``engine.cpu.medusa``), but grammars are not asked.
+They read and propose the same as on CPU hosts (``engine.cpu.medusa``), except that grammars are not applied.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 SGLang captures a prefill piece by piece, since the host calls the attention of every layer. On an H200 a
 prompt of any length then took the target 14 to 25 ms, and a draft another 12 to 15. A verification of as many
-tokens takes 5 to 12. So what fits into a graph of ours is read there, and the rest as before.
+tokens takes 5 to 12. So prompts that fit into a graph of ours are read there, and the others by SGLang.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The padded sizes that forwards run at: each has a CUDA graph, up to a point."""
+"""The padded sizes of forwards: each has a CUDA graph, up to a limit."""
 
 from __future__ import annotations
 

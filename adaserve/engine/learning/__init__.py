@@ -1,1 +1,1 @@
-"""The server's end of drafts that learn: what it records, and how better drafts come in."""
+"""The server's part of drafts that learn: what it records, and how better drafts are swapped in."""

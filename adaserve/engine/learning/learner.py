@@ -1,4 +1,4 @@
-"""The server's side of a draft that learns: hands over records, swaps better drafts in, says how it goes."""
+"""The server's part of a draft that learns: hands over records, swaps better drafts in, reports progress."""
 
 from __future__ import annotations
 

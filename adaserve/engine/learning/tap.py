@@ -1,4 +1,5 @@
-"""The tap in verification: what the target says where tokens were accepted, for a share of the requests."""
+"""The tap in verification: records the target's distributions at accepted tokens, for a share of the
+requests."""
 
 from __future__ import annotations
 

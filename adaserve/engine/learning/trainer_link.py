@@ -1,7 +1,7 @@
-"""The server's end of the line to the trainer: starts it, asks whether it is alive, starts it again.
+"""The server's end of the connection to the trainer: starts it, asks whether it is alive, starts it again.
 
-Nothing here waits. A trainer that ends or says nothing for long is replaced, a few times; then learning is
-over and the server goes on with the draft it has.
+Nothing here waits. A trainer that ends or is silent for long is replaced, a few times; after that learning
+stops and the server goes on with the draft it has.
 """
 
 from __future__ import annotations

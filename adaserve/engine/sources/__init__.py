@@ -1,1 +1,1 @@
-"""Who proposes candidates."""
+"""What proposes candidate trees."""

@@ -1,4 +1,4 @@
-"""Who proposes candidates on this server."""
+"""Which sources propose candidates on this server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cached tokens a draft model has the KV of.
+"""Records for which cached tokens a draft model has the KV.
 
 The draft shares the target's slots but not its forwards: it has not seen what was generated while nothing was
 drafted, nor the last token of a path that was accepted whole. Such tokens are pending until it catches up.
@@ -6,7 +6,7 @@ A request may end before that, and its answer may become the prefix of another p
 draft's KV. So each slot is known to be held or not, and a prompt's holes are filled before it is read.
 
 Once SGLang has processed a prefill it exchanges the prompt's slots for those that the radix cache has of the
-same text, if another request put it there meanwhile. Under overlap that comes after the request's first
+same text, if another request put it there meanwhile. Under overlap this happens after the request's first
 decode iteration has begun, so holes are looked for until that one is over.
 """
 

@@ -1,7 +1,7 @@
 """Proposes what grammars force: keys, separators and other text that must come next.
 
-Nothing is forwarded for it. Where a single token is allowed it is certain. Where several tokens begin the
-same text (``name`` can be written as ``na`` and ``me``), the model still chooses how to write it.
+It needs no forward. If a single token is allowed, it is certain. If several tokens begin the same text
+(``name`` can be written as ``na`` and ``me``), the model still chooses how to write it.
 """
 
 from __future__ import annotations

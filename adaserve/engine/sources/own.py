@@ -1,9 +1,9 @@
 """The target drafts for itself, with the first and recent tokens of its own KV cache (MagicDec, section 4).
 
-No second model, no second cache and nothing to catch up with. Its steps write KV for the root and what
-follows, computed from little. The verification of the same iteration writes that of the root and of every
-kept node again, from everything, and what lies beyond the committed tokens is never read: so the cache holds
-what plain decoding leaves.
+There is no second model, no second cache and nothing to catch up on. Its steps write KV for the root and what
+follows, computed from a part of the context. The verification of the same iteration writes the KV of the root
+and of every kept node again, computed from all of it. KV beyond the committed tokens is never read. So the
+cache holds what plain decoding leaves.
 """
 
 from __future__ import annotations

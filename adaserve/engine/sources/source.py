@@ -1,4 +1,4 @@
-"""Who proposes candidates: what an iteration asks of its sources, and what they are told."""
+"""The interface of sources: what an iteration asks them, and what it tells them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches of which nothing has to be kept between iterations: by the target itself, or by Medusa heads."""
+"""Searches that keep no state between iterations: by the target itself, or by Medusa heads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where the end of a request's text has occurred before, proposes what followed it there: in its own prompt
 and output and, if that was asked for, in its tenant's other requests.
 
-Nothing is forwarded for it, so what it proposes is there before a plan is made. Verification writes the KV
+It needs no forward, so its proposals exist before a plan is made. Verification writes the KV
 of the nodes that it keeps.
 """
 

@@ -1,7 +1,7 @@
-"""Drafts that know the most frequent tokens alone (FR-Spec, section 3): ``--speculative-token-map``.
+"""Drafts that know only the most frequent tokens (FR-Spec, section 3): ``--speculative-token-map``.
 
 A draft step reads its whole output matrix and looks through as many logits. A small part of a vocabulary
-makes up most text, so a draft may keep the rows of these tokens alone. The target still writes any token: a
+makes up most text, so a draft may keep only the rows of these tokens. The target still writes any token: a
 draft only guesses.
 """
 

@@ -1,4 +1,4 @@
-"""The tokens of one forward, in host arrays: what every device's models are given."""
+"""The tokens of one forward in host arrays: the input of every device's models."""
 
 from __future__ import annotations
 

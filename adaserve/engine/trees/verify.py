@@ -5,8 +5,8 @@ goes down while a kept child equals the draw, and the first draw that equals no 
 trees are deterministic, so this is exact (SpecInfer's argument with a point mass as proposal); the ratio
 rule with soft draft probabilities would be wrong here.
 
-What is verified is built on the host, where the trees were selected. There the walk is a loop (``walk``). On
-a GPU one kernel walks behind the draws (``gpu/accept_kernel.py``), and nobody waits for it.
+The verification is built on the host, where the trees were selected. On a CPU host the walk is a loop
+(``walk``). On a GPU one kernel walks after the draws (``gpu/accept_kernel.py``), and nothing waits for it.
 """
 
 from __future__ import annotations
