@@ -2,8 +2,8 @@
 
 Why: without an admin key SGLang lets everybody who may send requests call ``/set_internal_state``, and its
 CORS headers let any web page do so from a browser on this machine. ``/abort_request`` with ``abort_all`` is
-just as open. Both concern all users, so while ADASERVE runs they take the admin key alone; or, on a server
-without any key, a program on the same machine.
+just as open. Both affect all users, so with ADASERVE they need the admin key; or, on a server without any
+key, a program on the same machine.
 """
 
 from __future__ import annotations

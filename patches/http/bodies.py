@@ -2,7 +2,7 @@
 
 Why: ``adaserve/boundary/bodies.py`` says what one request could do to the HTTP process, ``unserved.py`` what
 a client would believe. OpenAI's API takes null for everything that may be left out; SGLang refuses it for
-many fields, such as penalties and ``n``. It waits for the rest of a body for ever, so clients that never send
+many fields, such as penalties and ``n``. It waits for the rest of a body forever, so clients that never send
 it could fill the memory.
 """
 

@@ -1,13 +1,13 @@
-"""Whoever asks for ``/server_info`` or for metrics all the time gets the answer of a moment ago.
+"""A client that asks for ``/server_info`` or metrics very often gets a recent answer again.
 
-Why: for ``/server_info`` a scheduler tells its settings and its state between two iterations, and the HTTP
-process writes them down in its event loop; nearly all of it are SGLang's settings. Prometheus' metrics are
+Why: for ``/server_info`` a scheduler reports its settings and its state between two iterations, and the HTTP
+process serializes them in its event loop; nearly all of it is SGLang's settings. Prometheus' metrics are
 open to everybody, also where a server has keys, and are collected in that loop from what all processes have
-written. Each takes tens of milliseconds, in which nobody gets a token. So answers may take a share of the
-time, and a second of it in one go, which no scraper notices.
+written. Each takes tens of milliseconds, in which nobody gets a token. So answers may take only a share of
+the time, and at most a second of it at a stretch, which no scraper notices.
 
-What makes an answer sees nothing of the request but what the answer depends on. A client that has gone, or
-that never sends its body, would otherwise decide what others are told.
+The code that makes an answer sees only the parts of the request that the answer depends on. Otherwise a
+client that has gone, or that never sends its body, would decide what others are told.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A request ends as soon as its client has gone.
+"""A request ends as soon as its client has disconnected.
 
-Why: while an answer that is sent whole is made, and while a stream waits for its first output, SGLang looks
-for the client every four seconds. Clients give up where a server is at its limit, and there everybody else
-waits for the places and the KV memory that their requests go on to hold.
+Why: while it makes an answer that is sent whole, and while a stream waits for its first output, SGLang checks
+for the client only every four seconds. Clients give up when a server is at its limit, and then all others
+wait for the places and the KV memory that these requests still hold.
 
-Two seconds after a stream was over, SGLang aborts what has its id, in case that its client left early. The id
-may be another request's by then.
+Two seconds after the end of a stream, SGLang aborts the request with its id, in case its client left early.
+By then the id may belong to another request.
 """
 
 from __future__ import annotations

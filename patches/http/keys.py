@@ -1,11 +1,11 @@
-"""A server's keys are told to nobody, and what cannot be a key is answered with 401, like any wrong one.
+"""A server's keys are shown to nobody, and a malformed key is answered with 401, like any wrong one.
 
 Why: ``/server_info`` shows how the server was started, and with it the keys: every user read the admin's
 there, and on a server with an admin key alone everybody did. What SGLang already hides there (the keys of
 watermarks) shows where the others belong. Files of --crash-dump-folder hold the same settings, and there it
 hides nothing as long as there are no watermarks.
 
-SGLang compares keys as texts, which Python does for ASCII alone. So whoever sent ``Bearer é`` to a server
+SGLang compares keys as text, which Python does only for ASCII. So a client that sent ``Bearer é`` to a server
 with a key got 500, and the log a traceback.
 
 ``/health``, ``/ready`` and ``/metrics`` need no key, with all that begins like them. With --fastapi-root-path

@@ -1,8 +1,7 @@
 """The live page ``/slo`` and ``/slo/snapshot.json`` on SGLang's HTTP server.
 
-Why: the page, which holds no figures, is put outside everything, so that it loads with authentication
-switched on. SGLang leaves ordinary routes open when it has an admin key only; the snapshot then wants that
-key.
+Why: the page, which holds no figures, is mounted outside the authentication, so that it loads when that is
+switched on. SGLang leaves ordinary routes open if it has only an admin key; the snapshot then needs that key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Images, audio and video that cannot be read are answered with 400.
 
-Why: where a file is missing or an image too large SGLang answers 500, as if the server were at fault. And
-where a prompt has marks of more images than it brings, Transformers raises StopIteration in a worker thread.
-No future can hold that one, so the client waits for ever. Frames of a video it pins for a GPU unless it takes
-the host for one of its own CPU build, so on our CPU platform every video is a 500.
+Why: if a file is missing or an image too large, SGLang answers 500, as if the server were at fault. If a
+prompt has more image placeholders than images, Transformers raises StopIteration in a worker thread. No
+future can hold that exception, so the client waits forever. SGLang pins the frames of a video for a GPU
+unless it takes the host for one of its own CPU build, so on our CPU platform every video is a 500.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What clients choose becomes few labels of SGLang's metrics.
+"""Limits how many labels clients can create in SGLang's metrics.
 
 Why: SGLang counts requests by path, by priority with --enable-priority-scheduling, and by what they say with
---tokenizer-metrics-allowed-custom-labels. It keeps every label for ever: paths that nobody serves, as long
-and as many as anybody likes, any of four billion priorities, and any text. Here such paths share one label,
+--tokenizer-metrics-allowed-custom-labels. It keeps every label forever: unknown paths of any length and
+number, any of four billion priorities, and any text. Here such paths share one label,
 and priorities and texts beyond the first ones have none. Other methods than HTTP's usual ones are refused
 (``routes.py``).
 """

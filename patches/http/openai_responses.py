@@ -1,8 +1,8 @@
 """``/v1/responses`` refuses with a status, and says why a response failed.
 
 Why: this route makes its requests itself, later than others do and once more for each tool that it calls.
-SGLang answers all that goes wrong meanwhile with 400, logs what a client got wrong as a fault of its own, and
-keeps of a response in the background only that it failed.
+SGLang answers everything that goes wrong meanwhile with 400, logs a client's mistakes as its own faults, and
+of a failed response in the background keeps only that it failed.
 """
 
 from __future__ import annotations

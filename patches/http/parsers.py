@@ -1,8 +1,9 @@
-"""A text whose tool calls or reasoning take long to find is given up, and so are tools that take long to
+"""Gives up on a text whose tool calls or reasoning take long to find, and refuses tools that take long to
 check.
 
-Why: SGLang's parsers search with regular expressions that take time with the square of the text, in the HTTP
-event loop: 44 KB of ``<tool_call>`` take half a second, a body of 32 MB days, and nobody else is answered.
+Why: SGLang's parsers search with regular expressions whose time grows with the square of the text, in the
+HTTP event
+loop: 44 KB of ``<tool_call>`` take half a second, a body of 32 MB days, and nobody else is answered.
 ``/parse_function_call`` and ``/separate_reasoning`` take any text; with --tool-call-parser what a model was
 made to write is searched as well. The matcher looks for signals, so a timer can end it. JSON in such a text
 may be nested more deeply than Python reads it.

@@ -1,7 +1,7 @@
-"""With ``--enable-response-store`` a server keeps the responses that were used last, and not all of them.
+"""With ``--enable-response-store`` a server keeps only the most recently used responses.
 
-Why: SGLang keeps every response of ``/v1/responses`` with its whole conversation, for ever. Whoever may send
-requests could fill the host's memory with them.
+Why: SGLang keeps every response of ``/v1/responses`` with its whole conversation, forever. Any client could
+fill the host's memory with them.
 
 SGLang reads the conversation that a response goes on with once more when the answer is there. By then it may
 have been dropped for those of others, and the client would get an error in place of the answer. So a request

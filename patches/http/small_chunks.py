@@ -1,4 +1,4 @@
-"""A body that comes in very many tiny chunks is refused.
+"""Refuses a body that comes in very many tiny chunks.
 
 Why: uvicorn reads requests by h11, in Python, where httptools is not installed. A chunk takes 12 microseconds
 of the HTTP event loop, and all that have arrived are read in one go: 300,000 of one byte held up everybody's

@@ -1,4 +1,4 @@
-"""A stream's status is sent once its first output is there.
+"""Sends a stream's status only when its first output exists.
 
 Why: SGLang sends it before. Here all routes wait, so that a refusal is a status and not an event in a good
 answer: also where the scheduler refuses, as a full queue or a grammar that cannot be compiled, which chat and

@@ -1,10 +1,9 @@
-"""A stream that its client does not read keeps its newest output only.
+"""Of a stream that its client does not read, only the newest output is kept.
 
-Why: SGLang queues an output of some kilobytes for every step of a request. While the client's connection
-takes nothing, nobody empties that queue, and a client may open as many such streams as it likes. Each output
-holds all that came before it, and of several SGLang sends the last one. So the others need not wait for that.
-
-With ``--incremental-streaming-output`` an output holds what is new alone, and all of them are sent.
+Why: SGLang queues an output of some kilobytes for every step of a request. While the client reads nothing,
+nobody empties that queue, and a client may open as many such streams as it likes. Each output holds
+everything before it, and of several SGLang sends the last one, so the others need not be kept. With
+``--incremental-streaming-output`` an output holds only what is new, and all of them are sent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SGLang's rates of accepted drafts count the candidates that were verified.
 
 Why: SGLang takes it that each verification of a request has as many candidates as its KV window has room for.
-Ours have as many as pay, often none. So answers, log and metrics said that few drafts were accepted where
-nearly all were, and that some had been proposed where nobody drafts. The worker tells how many tokens it
+Ours have as many as pay off, often none. So answers, log and metrics said that few drafts were accepted when
+nearly all were, and that some were proposed when none were drafted. The worker reports how many tokens it
 verified, in the field that SGLang has for verifications of different length (``cap_lens``).
 """
 

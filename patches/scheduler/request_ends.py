@@ -1,8 +1,8 @@
-"""The worker hears of requests that end before they decode.
+"""Tells the worker of requests that end before they decode.
 
-Why: SGLang tells a worker that a request has ended where it looks at a decode iteration. One that ends in its
-prefill, or is aborted between two chunks of its prompt or while it waits to run again, is never reported. It
-would count as running until somebody else gets its row of the request pool.
+Why: SGLang tells a worker that a request has ended where it looks at a decode iteration. A request that ends
+in its prefill, or is aborted between two chunks of its prompt or while it waits to run again, is never
+reported. It would count as running until another request gets its row of the request pool.
 """
 
 from __future__ import annotations

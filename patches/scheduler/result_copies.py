@@ -1,8 +1,8 @@
-"""Results leave the device as soon as they are there.
+"""Copies results from the device as soon as they exist.
 
-Why: SGLang copies an iteration's tokens to the host behind all that is queued by then, which with AdaServe is
-the next draft as well. The host would hear of them a draft later, milliseconds in which it could tell clients
-of their tokens, and end requests.
+Why: SGLang copies an iteration's tokens to the host after everything that is queued by then, which with
+AdaServe includes the next draft. The host would get them a draft later. In these milliseconds it could
+already send tokens to clients, and end requests.
 """
 
 from __future__ import annotations

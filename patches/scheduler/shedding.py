@@ -1,4 +1,4 @@
-"""Requests that are not worth waiting for are answered with 429 (``--shed``).
+"""Answers waiting requests that would be too late with 429 (``--shed``).
 
 Why: SGLang turns requests away when its queue is long or old, whatever they asked for. Its own time limits
 are checked where every tensor-parallel rank hears of them in the same iteration; so are these. The reason

@@ -1,4 +1,4 @@
-"""A server that is told to stop before it is ready, or twice, ends at once.
+"""A server that is told to stop before it is ready, or a second time, ends at once.
 
 Why: a second after its HTTP server listens, SGLang asks it in a thread whether it is there. Uvicorn, told to
 stop in between, waits for that thread, which asks a closed port for two minutes and then kills the server.

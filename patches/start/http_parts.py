@@ -1,4 +1,4 @@
-"""What is added to SGLang's HTTP app before it serves: the live page, refusals, limits and headers.
+"""Adds to SGLang's HTTP app before it serves: the live page, refusals, limits and headers.
 
 Why: SGLang has no place for more routes and middleware. It runs its app in its first process; where there are
 several HTTP processes, each imports an app by its name, and loads no plugins. Servers that run another
