@@ -13,26 +13,30 @@
 #   profile     torch profiles at batch 1 and 32                                                   3-4 min
 #   mixed       mixed SLOs at 1.3 of plain decoding's capacity: priced against STANDALONE          6-8 min
 #
-# Minutes are guesses, one to three of them for every server that starts; docs/gpu-internals.md has those of an H200. Of the
-# stages from plain to mixed, those that are named together share their servers: adaserve and profile start one.
-# Where AdaServe does not start, or its text is not SGLang's, and the small pair is not right either, parts of
-# it are turned off until it is, which says where to look: our attention, CUDA graphs, then overlap as well. All
-# stages go on without these.
+# Minutes are guesses, one to three of them for every server that starts; docs/gpu-internals.md has those of an H200.
+# Stages from plain to mixed that are named together share their servers: adaserve and profile start one.
+# If AdaServe does not start, or its text is not SGLang's, and the small pair is not right either, parts of it are
+# turned off until it is: our attention, CUDA graphs, then overlap as well. That says where to look, and all stages
+# go on without these parts.
 #
 # The stages end after DEADLINE seconds (560) in all; what was measured by then is saved, and the same command
-# goes on from there. One that fails does not keep the next ones from running, but for assemble and smoke.
-# Stages can be run again: what is done is not repeated, unless AGAIN=1 asks for it.
+# goes on from there. After a stage that fails the next ones still run, except after assemble and smoke.
+# Stages can be run again: finished work is not repeated, unless AGAIN=1 asks for it.
 #
-# Everything is saved below .local/gpu-stages/. Where $OUT is set, it always holds what there is so far, in at
+# Everything is saved below .local/gpu-stages/. If $OUT is set, it always holds the results so far, in at
 # most eight files: gpu-stages.tar.gz with everything but traces, the latest gpu-check.json, and the traces.
-# Settings: PAIR=small for the small pair throughout, ATTENTION=triton to leave FlashInfer out, FLAGS for more
-# flags of all servers (FLAGS= for none, also of those that an earlier stage has found to be needed), LIMIT for the
-# seconds (240) that compilers, the making of the pair, a server's start and a stage of the check may take each,
-# DRAFT=eagle3 for the embedded EAGLE-3 head in place of the draft model, against SGLang's EAGLE3,
-# SIZES="--batches 1,8 ..." for other sizes (the same in all stages), EVERY=1 for kernels that the embedded pairs
-# do not use (bf16, heads of 128 dimensions), TOGETHER=1 to start the servers of a check side by side before
-# any of them is measured (the GPU must have room for all: 140 GB for those of the large pair, each with a smaller
-# KV cache), PYTHON for the interpreter.
+#
+# Settings, as variables before the command:
+#   PAIR=small        the small pair throughout
+#   DRAFT=eagle3      the embedded EAGLE-3 head in place of the draft model, against SGLang's EAGLE3
+#   ATTENTION=triton  leave FlashInfer out
+#   FLAGS             more flags for all servers; FLAGS= for none, not even those that an earlier stage found necessary
+#   SIZES             other sizes, such as SIZES="--batches 1,8 ..."; the same in all stages
+#   EVERY=1           also kernels that the embedded pairs do not use (bf16, heads of 128 dimensions)
+#   TOGETHER=1        start the servers of a check side by side before any of them is measured. The GPU must have
+#                     room for all: 140 GB for those of the large pair, each with a smaller KV cache
+#   LIMIT             seconds (240) for each of: compilers, making the pair, a server's start, a stage of the check
+#   PYTHON            the interpreter
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
