@@ -63,8 +63,7 @@ def settle_width(config: AdaServeConfig, device: object) -> AdaServeConfig:
 
 
 def size_reserve(args: Any, config: AdaServeConfig) -> None:
-    """Sets SGLang's sizes of trees, which its KV reserve is worked out from. Those that were given are not
-    used."""
+    """Sets SGLang's tree sizes, from which it computes its KV reserve. Sizes given by flags are not used."""
     sizes = {
         "speculative_num_steps": (config.deepest, "--adaserve-max-depth"),
         "speculative_eagle_topk": (config.widest, "--adaserve-max-width"),

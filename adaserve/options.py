@@ -148,10 +148,9 @@ def _own_name(word: str, options: Collection[str]) -> str:
 
 
 def with_config(words: Sequence[str]) -> list[str]:
-    """These words of a command line, and before them those that stand in the file of their ``--config``.
-
-    So does SGLang: of what is said twice, the last counts. But what `adaserve serve` adds to its command line
-    would then win over the file.
+    """The words of a command line, preceded by those in the file of its ``--config``. SGLang does the same:
+    if a flag is given twice, the last one counts. But the flags that `adaserve serve` adds to its command
+    line would then win over the file.
     """
     apart = [w for word in words for w in (word.split("=", 1) if word.startswith("--config=") else [word])]
     if "--config" not in apart:

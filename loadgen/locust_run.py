@@ -56,7 +56,7 @@ class LocalRun:
     """A run in this process; also what a master has in common with it."""
 
     patience_s = _STOP_WORKER_S
-    """Of whoever ends the run early, for its open streams."""
+    """Seconds that ``stop`` waits for the open streams of the run."""
 
     def __init__(
         self, environment: Environment, config: BenchConfig, out: Path, checked: bool = False
@@ -108,7 +108,7 @@ class LocalRun:
         return self.recorder.rows() if self.recorder is not None else []
 
     def abandon(self) -> None:
-        """Nothing was sent and nothing will be, so whoever stops this run need not wait for it."""
+        """Nothing was sent and nothing will be, so nothing needs to wait for this run to stop."""
         if not self._finished and self.recorder is not None:
             self.recorder.close()
         self._finished = True

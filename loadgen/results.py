@@ -85,8 +85,8 @@ def _shown_word(word: str) -> str:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path as results show it: relative to the working folder where it lies below, else its name
-    alone. Where things lie on a machine concerns nobody else."""
+    """A path as results show it: relative to the working folder if it lies below, otherwise only its name.
+    Paths of a machine concern nobody else."""
     path = Path(path)
     if not path.is_absolute():
         return str(path)

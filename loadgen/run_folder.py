@@ -136,8 +136,8 @@ def _is_comparison(of_class: Any) -> bool:
 
 
 def require_one_setting(runs: Sequence[Run]) -> None:
-    """Runs that nobody named count as seeds of one setting where their folders are called alike, as are all
-    without a tag. Raises LoadgenError where their load or their server differs."""
+    """Unnamed runs count as seeds of one setting if their folders have the same name apart from time and
+    seed, as all runs without a tag have. Raises LoadgenError if their load or their server differs."""
     first: dict[str, Run] = {}
     for run in (r for r in runs if r.label == default_label(r.folder)):
         other = first.setdefault(run.label, run)

@@ -240,7 +240,8 @@ def check_logprobs(
 
 
 def check_all_logprobs(total: int) -> None:
-    """Of all answers of a request, which are kept until the last one is there. Raises RequestError."""
+    """Checks the log probabilities of all answers of a request, which are kept until the last answer is done.
+    Raises RequestError."""
     if total > MAX_LOGPROBS:
         raise RequestError(
             f"all answers of a request, its prompts times n, may have at most {MAX_LOGPROBS} log "

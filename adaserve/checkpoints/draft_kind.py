@@ -80,9 +80,9 @@ def other_size(draft: str, size: int, target: int) -> str:
 
 
 def medusa_folder(path: str | None, stated: str) -> Path | None:
-    """The draft's folder where it holds Medusa heads, which SGLang doesn't know and isn't told about.
-
-    Raises UnsupportedError where they are not the kind that was stated, or are stated and not there.
+    """The draft's folder if it holds Medusa heads, which are hidden from SGLang because it does not know
+    them. Raises UnsupportedError if another kind was stated, or if Medusa heads were stated and are not
+    there.
     """
     folder = None if path is None else Path(path)
     if folder is not None and MEDUSA_HEADS in (config := read_config(folder)):

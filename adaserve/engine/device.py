@@ -81,7 +81,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Beams:
-    """The candidates of a beam search; node j of a row stands at place j of the shape."""
+    """The candidates of a beam search; node j of a row is at place j of the shape."""
 
     tokens: np.ndarray  # int64 [a, nodes]
     parents: np.ndarray  # int64 [a, nodes]: -1 = child of the root
@@ -267,7 +267,7 @@ class Device(Protocol):
         ...
 
     def in_place(self, verified: VerifyBatch, acceptance: Acceptance) -> bool:
-        """Whether all KV that was accepted is known to stand where it belongs."""
+        """Whether all accepted KV is known to be where it belongs."""
         ...
 
     def moves(

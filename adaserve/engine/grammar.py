@@ -49,7 +49,7 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Grammars:
-    """The grammars of n requests. Between calls their matchers stand after the requests' roots."""
+    """The grammars of n requests. Between calls their matchers are at the state after the requests' roots."""
 
     reqs: Sequence[Any]  # SGLang's
     live: Mapping[int, Any]  # SGLang's grammar objects, by row

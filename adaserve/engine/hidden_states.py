@@ -16,11 +16,11 @@ from adaserve.patches.start.kv_sizing import states_dtype
 
 
 class HiddenStates:
-    """What heads read of the target, by KV slot: one hidden state of every cached token, ``size`` wide.
+    """The target's hidden states that heads read, by KV slot: one state of every cached token, ``size`` wide.
 
     The target writes them wherever it writes KV, so they are there for all cached tokens, also for those of a
-    prefix that was read for another request. They are made by ``project`` of what goes into ``layers``, or,
-    where it is None, are what comes out of the target's final norm.
+    prefix that was read for another request. They are made by ``project`` from the inputs of ``layers``, or,
+    if it is None, are the output of the target's final norm.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class RequestState:
         self.advance([UNKNOWN])
 
     def advance(self, tokens: list[int]) -> None:
-        """Takes in what an iteration emitted."""
+        """Adds the tokens that an iteration emitted."""
         if self.generated[-1] == UNKNOWN:
             self.generated.pop()
             self.decoded -= 1
@@ -96,8 +96,8 @@ def deepest_allowed(req: Any, state: RequestState) -> int:
 
 
 def expected_tokens(state: RequestState, lengths: OutputLengths) -> int:
-    """What the client expects still to come. Where it said nothing, or was wrong: what the answers of its
-    class brought."""
+    """Tokens that are still expected, by the client or, if it said nothing or was wrong, by the answers of
+    its class."""
     ahead = (state.osl or 0) - len(state.generated)
     return ahead if ahead > 0 else lengths.left(state.slo_class, len(state.generated) - 1)
 

@@ -78,7 +78,7 @@ def _introduce(fleet: Fleet) -> None:
 
 
 def _say(text: str) -> None:
-    """Perhaps to nobody: Ctrl-C ends `| tee` as well, and a disk may be full. Requests go on."""
+    """Prints, and ignores failures: Ctrl-C ends `| tee` as well, and a disk may be full. Requests go on."""
     with suppress(OSError):
         print(text, flush=True)
 

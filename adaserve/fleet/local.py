@@ -238,8 +238,9 @@ class Fleet:
         self._started_s[i] = time.monotonic()
 
     def _hold_baseline(self, first: ServerProcess, spec: ReplicaSpec, baseline_ms: float) -> None:
-        """The others promise what the first one has measured. It would go on learning, so that soon a class
-        would be another SLO there. With API keys only, nobody may change a running server."""
+        """The other replicas use the baseline that the first one has measured. The first one would go on
+        learning, so that a class would soon mean another SLO there. With only an API key, nobody may change a
+        running server."""
         if spec.promising(baseline_ms) is spec:
             return
         if api_key(spec.flags) and not api_key(spec.flags, "--admin-api-key"):
@@ -270,14 +271,14 @@ class Fleet:
         return sum(bool(worker["is_healthy"]) for worker in workers)
 
     def watch(self, say: Callable[[str], None]) -> None:
-        """Starts again what dies, for ever. Raises ServerError when that makes no sense."""
+        """Restarts whatever dies, forever. Raises ServerError when that makes no sense."""
         while True:
             self.repair(say)
             time.sleep(_POLL_S)
 
     def repair(self, say: Callable[[str], None]) -> None:
-        """Starts again what is dead: the router first, without which nobody is served. It finds replicas by
-        itself. Keeps logs from filling the disk. Raises ServerError."""
+        """Restarts dead processes: the router first, because nobody is served without it. It finds replicas
+        by itself. Keeps logs from filling the disk. Raises ServerError."""
         self._repair_router(say)
         for i in range(len(self.replicas)):
             if i not in self._starting:
@@ -342,7 +343,8 @@ def _log(logs: Path, kind: str, port: int) -> Path:
 
 
 def _died_soon(process: ServerProcess, started_s: float) -> bool:
-    """Whether it failed, then. What was told to end, and did so in order, has not."""
+    """Whether it failed soon after its start. A process that was told to end, and ended in order, has not
+    failed."""
     return process.code != 0 and time.monotonic() < started_s + LEAST_LIFE_S
 
 
@@ -361,8 +363,8 @@ def _kept(log: Path) -> str:
 
 
 def _limit(log: Path) -> None:
-    """Of a large log what is there becomes the earlier one, in place of the one before, and it begins anew:
-    who writes it appends, so goes on at its new end."""
+    """Moves a large log to ``NAME.earlier.log``, in place of the previous one, and empties it. Its writer
+    appends, so it goes on at the new end."""
     with suppress(OSError):  # it was removed, or the disk is full
         if log.stat().st_size > MOST_LOG_BYTES:
             shutil.copyfile(log, log.with_suffix(".earlier.log"))

@@ -9,7 +9,8 @@ from adaserve.errors import UserError
 
 
 def cache_folder() -> Path:
-    """Everything in it can be deleted (docs/operations.md). Raises UserError where nobody says where."""
+    """The cache folder; everything in it can be deleted (docs/operations.md). Raises UserError if there is no
+    home folder and no XDG_CACHE_HOME."""
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named) / "adaserve"
     try:

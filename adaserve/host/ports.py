@@ -34,8 +34,8 @@ def free_port(in_a_row: int = 1) -> int:
     given. Raises UserError.
 
     A server binds it half a minute after it was chosen. Meanwhile it opens dozens of connections, each at a
-    port that the kernel chooses, and SGLang takes ports for itself that are still free. Processes that choose
-    at the same time see from each other's UDP sockets what is taken."""
+    port that the kernel chooses, and SGLang takes free ports for itself. Processes that choose at the same
+    time see from each other's UDP sockets which ports are taken."""
     for _ in range(100):
         first = secrets.choice(_PORTS[: len(_PORTS) - in_a_row + 1])
         with ExitStack() as stack, suppress(OSError):

@@ -99,7 +99,7 @@ def left_behind(shared: Iterable[Path], started_s: float) -> set[Path]:
 
 
 def remove_leftovers() -> None:
-    """Removes what servers that were killed have left in shared memory: files that nobody has mapped.
+    """Removes what killed servers have left in shared memory: files that no process has mapped.
 
     Not in a container: it may have the host's shared memory, and cannot see who has mapped what is there."""
     if not _sees_all_processes():

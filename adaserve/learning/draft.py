@@ -71,7 +71,7 @@ class DraftCopy:
             tensor.copy_(state[name])
 
     def logits(self, records: Sequence[Record]) -> list[Tensor]:
-        """fp32 [n, vocab] for every record: what the draft says at the record's positions."""
+        """fp32 [n, vocab] for every record: the draft's logits at the record's positions."""
         longest = max(r.start + len(r) for r in records)
         tokens = torch.zeros(len(records), longest, dtype=torch.int64)
         for row, record in enumerate(records):

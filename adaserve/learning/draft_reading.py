@@ -30,7 +30,7 @@ LIKELIEST = 64
 
 def accepted(record: Record, logits: Tensor, sharpening: DraftSharpening) -> Tensor:
     """[n]: the probability that the draft's best token is the served one, over all noise that the two could
-    share; for greedy requests 0 or 1. A draft that says what is not a number gets nothing accepted."""
+    share; for greedy requests 0 or 1. A draft whose logits are NaN gets nothing accepted."""
     p, ids = likeliest(record)
     if record.temperature == 0:
         return (logits.argmax(-1) == ids[:, 0]).float()

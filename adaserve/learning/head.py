@@ -163,7 +163,7 @@ class HeadCopy:
             parameter.copy_(state[name])
 
     def logits(self, records: Sequence[Record]) -> list[Tensor]:
-        """fp32 [n, vocab] for every record: what the head says behind hidden states of the target."""
+        """fp32 [n, vocab] for every record: the head's logits after hidden states of the target."""
         return self._unrolled(records, 1)[0]
 
     def unrolled(self, records: Sequence[Record]) -> list[list[Tensor]]:

@@ -175,8 +175,8 @@ class Process:
             logger.warning("AdaServe: a draft could not be kept: %s", error)
 
     def _pause(self) -> None:
-        """Takes in records and messages; waits while server or host are busy. Raises EOFError at the server's
-        end."""
+        """Reads records and messages; waits while server or host are busy. Raises EOFError when the server
+        ends."""
         now_s = time.monotonic()
         until_s = now_s + rest_s(now_s - self._resumed_s, time.process_time() - self._used_s)
         self._listen()

@@ -99,10 +99,10 @@ class Newest:
 
 
 def kept(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.ndarray | None]:
-    """What a record has of logits [n, vocab]: float16 [n, k] and their tokens int32 [n, k].
+    """The part of logits [n, vocab] that a record keeps: float16 [n, k] and their tokens int32 [n, k].
 
-    A vocabulary of up to ``whole`` tokens is kept without ids, less the best one's logit: whoever reads it
-    normalizes it, which is too slow for a server. Else they are log-probabilities."""
+    A vocabulary of up to ``whole`` tokens is kept without ids, as logits minus the best one: the reader
+    normalizes them, which is too slow for a server. Otherwise they are log-probabilities."""
     if logits.shape[1] <= whole:
         return _halves(logits - logits.amax(-1, keepdim=True)), None
     best, ids = logits.topk(TOP)

@@ -127,9 +127,8 @@ class Trainer:
         self._steps = self._worse = 0
 
     def round(self, unseen: Sequence[Record], judged: Callable[[Judgement], bool], pause: Pause) -> None:
-        """Learns from new requests, which every second time judge the draft in training first.
-
-        ``judged`` is told what was found, and says whether a better candidate serves from now on.
+        """Learns from new requests. Every second round they are first used to judge the draft in training:
+        ``judged`` is called with the result, and returns whether a better candidate serves from now on.
         """
         self._rounds += 1
         if self._rounds % JUDGE_EVERY == 0:

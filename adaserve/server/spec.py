@@ -80,9 +80,8 @@ class ServerSpec:
 
     @property
     def served(self) -> AdaServeConfig:
-        """The configuration, told of the draft where that is Medusa heads: those SGLang doesn't load.
-
-        Raises UserError."""
+        """The configuration, with the draft in it if that is Medusa heads, which SGLang does not load. Raises
+        UserError."""
         folder = medusa_folder(self._draft_folder(), self.config.draft_kind)
         if folder is None:
             return self.config

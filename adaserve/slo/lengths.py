@@ -32,10 +32,10 @@ UNKNOWN = 1 << 20
 
 
 class OutputLengths:
-    """What is still to come of an answer, by the latest ones of its class.
+    """How many tokens an answer still has to come, by the latest answers of its class.
 
     An answer that ``max_tokens`` cut only says that it would have been longer, so this is a Kaplan-Meier
-    estimate. Where every answer is cut nothing is known, and the bound itself counts.
+    estimate. If every answer is cut nothing is known, and the bound itself counts.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,8 @@ class OutputLengths:
             self._ends[slo_class] = _usual_ends(tokens, cut)
 
     def left(self, slo_class: str, decoded: int) -> int:
-        """Tokens that ``SURE`` of the answers that got as far as this one still brought; at least 1."""
+        """Tokens that the share ``SURE`` of the answers that got as far as this one still had to come; at
+        least 1."""
         if slo_class not in self._ends:
             return UNKNOWN
         lengths, ends = self._ends[slo_class]

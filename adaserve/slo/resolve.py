@@ -319,8 +319,8 @@ def _by_name(headers: Headers) -> dict[str, list[str]]:
 
 
 def _tenants(sent: Mapping[str, list[str]]) -> list[str]:
-    """Whoever the API keys name, the first one being the tenant: a gateway may add its own to the client's.
-    The same for requests with the same keys; does not reveal them."""
+    """Names for the API keys, the first of which is the tenant: a gateway may add its own to the client's.
+    They are the same for requests with the same keys, and do not reveal them."""
     keys = [_key(name, value) for name in HEADER_KEYS for value in sent.get(name, []) if value]
     return [sha256(key.encode()).hexdigest()[:16] for key in keys] or [ANONYMOUS]
 

@@ -31,7 +31,7 @@ _EPOCH_S = time.time() - time.perf_counter()
 
 
 def epoch_s() -> float:
-    """Epoch seconds by a clock that nobody sets: what it was at the start, and what has passed since."""
+    """Epoch seconds by a clock that cannot be set: the time at startup plus what has passed since."""
     return _EPOCH_S + time.perf_counter()
 
 

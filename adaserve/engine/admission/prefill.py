@@ -181,12 +181,13 @@ class PrefillPacer:
     def _looked_at(
         self, waiting: Sequence[Any], aims: Sequence[Aim], now_s: float
     ) -> tuple[dict[int, Aim], Turns]:
-        """By place in the queue, rising: retracted requests, whose first token was out long ago, and what the
-        rule looks at. Also whose turns it is now.
+        """By place in the queue, rising: retracted requests, whose first token was out long ago, and the
+        prompts that the rule looks at. Also the answers whose turn it is now.
 
-        A client can ask for thousands of answers at once. They stand in the queue like one request: it is the
-        turn of one of them, and when that has left, of the next, as if this had come only now. The others
-        come behind all that wait. Answers of one request have come at the very same time."""
+        A client can ask for thousands of answers at once. They are queued like one request: it is the turn of
+        one of them, and when that has left the queue, of the next, as if it had only just arrived. The others
+        come after all waiting requests. Answers of one request are recognized by their identical arrival
+        times."""
         picked, stated, patient = dict[int, Aim](), list[_Queued](), list[_Queued]()
         turns: Turns = {}
         for i, (req, aim) in enumerate(zip(waiting, aims, strict=True)):

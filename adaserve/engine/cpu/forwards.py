@@ -34,7 +34,7 @@ from adaserve.engine.trees.batch import TreeBatch, without_gap
 
 
 class CpuModel(Protocol):
-    """A model over its KV pool, told slots and attention layout."""
+    """A model over its KV pool, which is given slots and attention layout."""
 
     def hidden(self, inputs: Inputs) -> Tensor:
         """Opaque states [T, ...] of the tokens, whose KV is written."""
@@ -93,7 +93,7 @@ class CpuForward:
         self.run(batch)
 
     def _before(self, batch: TreeBatch) -> Before | None:
-        """What the tokens of a text are read with besides: nothing, but for heads."""
+        """Additional inputs for the tokens of a text: none, except for heads."""
         return None
 
     def _before_level(self, states: Tensor, levels: Levels, step: int) -> Before | None:

@@ -39,7 +39,7 @@ from adaserve.errors import UnsupportedError
 
 
 class HeadForward(CpuForward):
-    """``ModelForward`` of a head. Its states are what its own next step takes in."""
+    """``ModelForward`` of a head. Its states are the input of its own next step."""
 
     def __init__(self, model: LeanForward, req_to_token: Tensor, hidden: HiddenStates) -> None:
         super().__init__(model, req_to_token)
@@ -90,8 +90,8 @@ _KINDS = {
 
 
 def head_forward(target: Any, head: Any, storage: Storage) -> HeadForward:
-    """The forward of the head that the ``ModelRunner`` ``head`` holds, which from now on is told the
-    hidden states of ``target``. Raises UnsupportedError with the reason where there can be none."""
+    """The forward of the head in the ``ModelRunner`` ``head``, which from now on gets the hidden states of
+    ``target``. Raises UnsupportedError with the reason if the head is not supported."""
     model = head.model
     kind = _KINDS[type(model).__name__]
     if (reason := kind.obstacle(model)) is not None:

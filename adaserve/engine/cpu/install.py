@@ -60,8 +60,8 @@ def lean_of(model: Any) -> LeanModel | None:
 
 
 def store_again(model: Any, storage: Storage) -> None:
-    """Stores the weights of a draft that has the lean forward in another way, or without tokens that it shall
-    not know: when a model is loaded, nobody knows yet that it is a draft."""
+    """Stores the weights of a draft with the lean forward again, in another format or without tokens that it
+    should not know: when the model is loaded, it is not yet known that it is a draft."""
     lean = lean_of(model)
     if lean is not None and (lean.storage != storage or getattr(model, "hot_token_id", None) is not None):
         lean.store(read_weights(model)[0], storage)

@@ -23,12 +23,12 @@ class Sink(Protocol):
 
     @property
     def layers(self) -> torch.Tensor:
-        """int32 [k]: numbers of the layers of which it wants the inputs, below that of all layers."""
+        """int32 [k]: numbers of the layers whose inputs it needs, each below the number of layers."""
         ...
 
     def write(self, slots: torch.Tensor, states: torch.Tensor, last: torch.Tensor) -> None:
-        """Of the tokens whose KV stands at ``slots``, int64 [T]: what goes into its layers, fp32 [T, k, H],
-        and what comes out of the final norm, fp32 [T, H]."""
+        """For the tokens whose KV is at ``slots``, int64 [T]: the inputs of its layers, fp32 [T, k, H], and
+        the output of the final norm, fp32 [T, H]."""
         ...
 
 

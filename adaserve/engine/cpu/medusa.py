@@ -133,8 +133,8 @@ def _joined(readings: Sequence[Reading]) -> Reading:
 
 
 def medusa_forward(target: Any, folder: Path, storage: Storage) -> MedusaForward:
-    """Of the heads in ``folder``, which from now on are told the hidden states of the ``ModelRunner``
-    ``target``. Raises UnsupportedError with the reason where there can be none."""
+    """The forward of the heads in ``folder``, which from now on get the hidden states of the ``ModelRunner``
+    ``target``. Raises UnsupportedError with the reason if they are not supported."""
     lean = lean_target(target, "Medusa heads need")
     heads, config = load_medusa(folder), lean.config
     require_target(heads, folder, config.hidden_size, config.vocab_size)

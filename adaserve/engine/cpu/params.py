@@ -70,19 +70,19 @@ class ModelWeights:
     """int64 [rows of lm_head]: the token of each row, for a draft that knows only some tokens; None: row
     i is token i."""
     stage: InputStage | None = None
-    """Of an MTP layer, which takes in its own states after the final norm."""
+    """The inputs of an MTP layer, which reads its own states after the final norm; None = no MTP layer."""
     norm_output: bool = False
-    """Whether an EAGLE-3 head takes in its own states after the final norm, too."""
+    """Whether an EAGLE-3 head also reads its own states after the final norm."""
 
     @property
     def raw_states(self) -> bool:
-        """Whether its states come before the final norm, as those that an EAGLE-3 head takes in mostly do."""
+        """Whether its states come before the final norm, as those that an EAGLE-3 head reads usually do."""
         return self.layers[0].hidden_norm is not None and not self.norm_output
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What a head takes in besides T tokens: hidden states of the tokens before them."""
+    """What a head reads besides T tokens: hidden states of the tokens before them."""
 
     states: torch.Tensor  # [N, H], any floating dtype
     rows: torch.Tensor | None = None  # int64 [T]: of ``states``; None: row t goes with token t

@@ -125,7 +125,7 @@ class SdpaKernel:
 
 
 def set_out(kernel: TreeKernel, extent: Extent, device: torch.device) -> None:
-    """Plans the next run of a kernel that stands in no graph, and gives the device what it needs for it."""
+    """Plans the next run of a kernel outside a graph, and copies the plan to the device."""
     kernel.take(torch.from_numpy(kernel.plan(extent)).to(device))
 
 

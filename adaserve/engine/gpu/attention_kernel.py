@@ -87,7 +87,7 @@ class Workspace:
 
 
 class TritonKernel:
-    """``TreeKernel``. It needs no nvcc, and what tokens see of their windows it reads where that stands."""
+    """``TreeKernel`` that needs no nvcc, and reads the table of what tokens see of their windows as it is."""
 
     def __init__(self, buffers: AttentionBuffers, rows: int, workspace: Workspace) -> None:
         self._buffers, self._rows, self._workspace = buffers, rows, workspace

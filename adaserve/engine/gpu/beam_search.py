@@ -235,7 +235,7 @@ class BeamSearches:
         return logits, None if states is None else states.unflatten(0, (rows, -1))
 
     def _before(self, there: Mapping[str, Tensor], places: Tensor) -> Tensor | None:
-        """What the first step's tokens [R, q] are read with besides: nothing, but for heads."""
+        """Additional inputs for the first step's tokens [R, q]: none, except for heads."""
         return None
 
     def _before_level(self, states: Tensor | None, levels: Levels, step: int) -> Tensor | None:

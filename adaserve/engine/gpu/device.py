@@ -108,9 +108,9 @@ def served_sizes(config: AdaServeConfig, most_rows: int) -> Sizes:
 
 
 def largest_forward(sizes: Sizes, pool_rows: int) -> tuple[int, int]:
-    """Requests, padding included, and tokens of any forward, at most. Searches pad rows to a tier, graphs of
-    prompts have room for as many whoever is served, and what is measured at the start has all requests that
-    have a row of the pool."""
+    """The most requests (padding included) and tokens of any forward. Searches pad rows to a tier, graphs of
+    prompts have room for a fixed number of requests, and measurements at startup use all requests that have a
+    row of the pool."""
     rows = max(sizes.rows.fit(sizes.most_rows), pool_rows, prompt_key(MOST_TOKENS).rows - 1) + 1
     return rows, sizes.tokens.fit(sizes.most_tokens)
 

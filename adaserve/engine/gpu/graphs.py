@@ -114,7 +114,7 @@ class GraphTable:
         return not self.capture or key in self._graphs
 
     def is_captured(self, key: Any) -> bool:
-        """Whether ``key`` has a graph, and not its stand-in."""
+        """Whether ``key`` has a real graph, and not its eager stand-in."""
         graph = self._graphs.get(key)
         return graph is not None and not isinstance(graph, EagerGraph)
 

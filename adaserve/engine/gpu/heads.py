@@ -56,7 +56,7 @@ class SGLangHead(SGLangCall):
         return Output(output.next_token_logits, states[wanted])
 
     def _states(self, model: Any, inputs: Inputs, batch: Any) -> tuple[Tensor, Tensor]:
-        """[T, H] each: what the LM head reads, and what the next step takes in."""
+        """[T, H] each: the inputs of the LM head and of the next step."""
         hidden, (states,) = model.model(inputs.tokens, inputs.positions, batch)
         return hidden, states
 
@@ -89,7 +89,8 @@ class HeadSearches(BeamSearches):
 
 
 class GpuHead(GpuForward):
-    """``ModelForward`` of a head. Reading a text, it only writes KV: nobody asks for logits behind it."""
+    """``ModelForward`` of a head. When it reads a text it only writes KV, because its logits are not
+    needed."""
 
     def __init__(self, parts: Parts, hidden: HiddenStates) -> None:
         super().__init__(parts)

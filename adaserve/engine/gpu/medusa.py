@@ -120,8 +120,8 @@ class GpuMedusa:
 
 
 def gpu_medusa(parts: Parts, target: Any, folder: Path) -> GpuMedusa:
-    """Of the heads in ``folder``, which from now on are told the hidden states of the ``ModelRunner``
-    ``target``. Raises UnsupportedError where they were made for another target."""
+    """The forward of the heads in ``folder``, which from now on get the hidden states of the ``ModelRunner``
+    ``target``. Raises UnsupportedError if they were made for another target."""
     heads, config = load_medusa(folder), target.model_config
     require_target(heads, folder, config.hidden_size, config.vocab_size)
     hidden = final_states(target, config.hidden_size)

@@ -140,8 +140,7 @@ class SGLangCall:
 
 
 def known_tokens(model: Any, device: torch.device) -> Tensor | None:
-    """int64 [V]: the tokens that the logits of a draft stand for that knows some alone; None = all, in their
-    order."""
+    """int64 [V]: the tokens of the logits, for a draft that knows only some; None = all, in order."""
     ids = getattr(model, "hot_token_id", None)
     return None if ids is None else ids.to(device=device, dtype=torch.int64)
 

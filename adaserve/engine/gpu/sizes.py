@@ -104,7 +104,7 @@ class Sizes:
                     yield SearchKey(rows, (width,) * depth)
 
     def drafts(self) -> Iterator[Key | SearchKey]:
-        """All that a draft model runs often: searches, and forwards over what it has not seen, of a few
-        tokens for each request."""
+        """All forwards that a draft model runs often: searches, and catching up on a few tokens for each
+        request."""
         yield from self.searches()
         yield from (key for key in self.verifications() if key.tokens <= READ_AT_ONCE)

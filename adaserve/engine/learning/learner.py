@@ -91,9 +91,9 @@ class Learner:
         self._before = (0, 0, 0)  # requests, tokens and updates of trainers that have ended
 
     def serve(self, name: str) -> None:
-        """For comparison, from the next iteration on: the "first" draft, while nothing is recorded but the
-        trainer goes on with what it has; or the present one "held", while the trainer waits, too. "present"
-        ends both."""
+        """For comparisons, from the next iteration on: serves the "first" draft, while nothing is recorded
+        but the trainer goes on with what it has; or the present one "held", while the trainer waits as well.
+        "present" goes back to normal."""
         if self._offer is not None:
             wait([self._offer.ready])  # it is read into the weights that would change under it
         if name == "first" and self._learned is None:
@@ -106,8 +106,8 @@ class Learner:
         self._tap.pauses = name != "present"
 
     def look(self, states: Iterable[RequestState], now_s: float) -> None:
-        """Between two iterations, or while nothing runs: tells the trainer whether to wait, and takes in what
-        it has to say."""
+        """Called between two iterations, or while nothing runs: tells the trainer whether to wait, and reads
+        its messages."""
         if now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s

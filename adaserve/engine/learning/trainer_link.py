@@ -105,7 +105,7 @@ class TrainerLink:
         return said
 
     def say(self, message: Message) -> None:
-        """A trainer that is gone does not hear it; ``look`` will notice."""
+        """Sends a message. A trainer that has ended does not get it; ``look`` will notice."""
         assert self._connection is not None
         try:
             send(self._connection, message)
@@ -181,10 +181,10 @@ def _allocated(size: int, opened: ExitStack) -> int:
 
 
 def stand_back(pid: int, nice: int) -> None:
-    """Gives a process of ours the priority ``nice``; at 19 it gets what no other process wants. Where the
-    host has no memory left, it is the one that the kernel ends.
+    """Gives one of our processes the priority ``nice``; at 19 it gets only time that no other process wants.
+    If the host runs out of memory, it is the first that the kernel ends.
 
-    A thread of mere low priority may finish its time slice, milliseconds, before a thread of the server's
+    A thread that only has low priority may finish its time slice, milliseconds, before a thread of the server
     gets its core back, and a team of threads waits for its last one. Under SCHED_IDLE it gives way at once.
     """
     with suppress(OSError):  # not Linux

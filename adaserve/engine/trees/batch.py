@@ -52,7 +52,7 @@ class TreeBatch:
     None = causal: a request's tokens are the last ones of its keys."""
     gap: Gap | None = None  # None = every place is read
     drawn: Tensor | None = None
-    """int64 [T]: the tokens on the device, where they were drawn and the host has not heard of them."""
+    """int64 [T]: the tokens on the device, if they were drawn there and the host does not know them yet."""
     unread: UnreadNodes | None = None
     """What the nodes are, where that is known to the device alone: in ``tokens`` and ``seen`` they have no
     token, and hang from the roots."""

@@ -89,7 +89,7 @@ class VerifyBatch:
 
     @property
     def candidate(self) -> np.ndarray:
-        """int64 [T]: candidate that stands at each token, -1 for roots."""
+        """int64 [T]: the candidate at each token, -1 for roots."""
         out = np.full(len(self), -1, np.int64)
         out[~self.is_root] = self.node
         return out
