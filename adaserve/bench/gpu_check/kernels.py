@@ -55,7 +55,7 @@ ATTENTION = ("flashinfer", "triton")
 OTHERS = ("layout", "noise", "moves", "beams")
 OPTIONAL = {
     "filters": "servers sort instead",
-    "sglang": "every server computes as wrong without SGLANG_FORCE_FUSED_OP_BACKEND=torch",
+    "sglang": "every server computes wrong results, unless SGLANG_FORCE_FUSED_OP_BACKEND=torch is set",
     "prefills": "every server needs --disable-prefill-cuda-graph, or may fail when it captures prefills",
     "writes": "torch writes KV where that does not compile, and SGLang's own speculation may not run",
 }

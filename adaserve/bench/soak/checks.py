@@ -14,7 +14,7 @@ LOGPROB_TOLERANCE = 1e-3
 def status_faults(call: Call, status: int, text: str) -> list[str]:
     """An abort before the request ran is answered with an error status; nothing else but refusals may be."""
     if call.refused:
-        return [] if status == 400 else [f"status {status} where 400 is due: {text[:300]}"]
+        return [] if status == 400 else [f"status {status} where 400 was expected: {text[:300]}"]
     if status == 200 or (call.end is End.ABORTED and status in (400, 499)):
         return []
     return [f"status {status}: {text[:300]}"]
@@ -34,7 +34,7 @@ def answer_faults(call: Call, answer: Answer) -> list[str]:
     if answer.tokens is not None and not aborted:
         least = len(answer.choices) * int(call.params.get("min_new_tokens") or 1)
         if not least <= answer.tokens <= call.most_tokens:
-            faults.append(f"{answer.tokens} tokens where {least} to {call.most_tokens} are due")
+            faults.append(f"{answer.tokens} tokens where {least} to {call.most_tokens} were expected")
     told = call.path not in OLLAMA and not aborted
     if told and answer.slo_class != call.slo_class:
         faults.append(f"served as class {answer.slo_class!r}, not {call.slo_class!r}")

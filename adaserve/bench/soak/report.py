@@ -16,7 +16,7 @@ from adaserve.host.files import write_json
 INVARIANTS = {
     "exact text": "greedy answers equal those of the unloaded server without speculation, byte for byte",
     "answers": "every answer is complete and well-formed, and its stream adds up",
-    "statuses": "every status is the one that is due",
+    "statuses": "every status is the expected one",
     "slots": "at quiet points nothing runs, and the whole KV pool can be used and emptied",
     "counters": "Prometheus and /slo count the requests and tokens that clients counted, by class",
     "memory": f"no process grows by more than {GROWTH_MIB:.0f} MiB after its warm-up",
