@@ -62,7 +62,7 @@ def test_images_that_cannot_be_read_are_refused(reader: tuple[Any, Path, Served]
     (job, _), *_ = (found for found in image_jobs(9, folder, seed=3) if found[0].extra)
     sent, mark = job.extra, MARKS["vision_start_token_id"] + IMAGE + MARKS["vision_end_token_id"]
     for wrong, told in (
-        ({"text": sent["text"] + IMAGE}, "more marks"),
+        ({"text": sent["text"] + IMAGE}, "one placeholder for each"),
         ({"text": mark, "image_data": [str(folder / "none.png")]}, "cannot be read"),
         ({"text": mark, "image_data": ["data:image/png;base64,AAAA"]}, "IMAGE data at index 0"),
         ({"text": sent["text"] + mark}, "placeholders"),

@@ -101,7 +101,7 @@ def test_one_that_says_nonsense_is_replaced(
     monkeypatch.setattr(link, "_connection", ours)
     send(theirs, Progress(1.0, 1.0, math.nan, "worse", {}, 32, 512, 4))
     assert link.look(False, 0.0, None) == [] and link.ring is None and not link.is_over
-    assert "can't be read" in caplog.text
+    assert "cannot be read" in caplog.text
 
 
 def test_the_rest_of_a_message_is_not_waited_for(link: TrainerLink, monkeypatch: pytest.MonkeyPatch) -> None:
