@@ -191,8 +191,8 @@ def serve(
 ) -> None:
     """Serve a model with per-request SLOs: SGLang's HTTP API, plus AdaServe.
 
-    Without a model the embedded pair is served, on any machine. Every flag that
-    `python -m sglang.launch_server --help` shows is accepted too, further ones of AdaServe among them.
+    Without --model-path it serves the embedded pair, which runs on any machine. Every flag that
+    `python -m sglang.launch_server --help` shows is accepted too, including further flags of AdaServe.
 
     Try: curl localhost:30000/v1/completions -H 'x-slo-tpot-ms: 40' -H 'content-type: application/json'
     -d '{"model": "adaserve-embedded", "prompt": "def main(", "max_tokens": 64}'
@@ -234,8 +234,8 @@ def demo(
 ) -> None:
     """Show three classes of requests at three speeds, with AdaServe and without it.
 
-    Starts a server with the embedded pair and sends the same mixed traffic with both policies, which take
-    turns of some seconds. Prints a table and writes a report.
+    Starts a server with the embedded pair and sends the same mixed traffic under both policies, which take
+    turns every few seconds. Prints a table and writes a report.
     """
     from adaserve.bench.demo import run_demo
 
@@ -268,7 +268,7 @@ def profile(
 ) -> None:
     """Measure how long drafting and verifying take on this host.
 
-    Takes a minute or two with the embedded pair. From then on `adaserve serve` uses the result.
+    Takes a minute or two with the embedded pair. After that `adaserve serve` uses the result.
     """
     from adaserve.bench.profile import run_profile
 

@@ -48,8 +48,8 @@ def up(
 ) -> None:
     """Start replicas and a router in front of them, and watch over them until Ctrl-C.
 
-    Flags of `adaserve serve` are accepted too, `--config FILE` included, and passed to each replica. What
-    dies is started again. Ctrl-C waits for requests in flight; a second Ctrl-C does not.
+    Flags of `adaserve serve` are accepted too, `--config FILE` included, and passed to each replica.
+    Processes that die are started again. Ctrl-C waits for requests in flight; a second Ctrl-C does not.
     """
     from adaserve.fleet.local import Fleet
 

@@ -267,7 +267,7 @@ def fleet(
     baseline_ms: Baseline = None,
     out: JsonFile = None,
 ) -> None:
-    """Simulate a fleet that serves a trace: a million requests take a quarter of an hour on one core."""
+    """Simulate a fleet that serves a trace. A million requests take a quarter of an hour on one core."""
     from adaserve.bench.simulate.fleet import SimulatedFleet
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_workload
@@ -303,9 +303,9 @@ def forecast(
 ) -> None:
     """Show how well the TPOT of requests is predicted when they arrive, and how well it could be.
 
-    In the table, load predicts by the load at the arrival alone, server is the predictor of a server, and
-    foreseen knows every iteration to come, but not the text of the request. It predicts nothing for requests
-    that ran alone.
+    In the table, load predicts only from the load at the arrival, server is the predictor that a server uses,
+    and foreseen knows every later iteration, but not the text of the request. It predicts nothing for
+    requests that ran alone.
     """
     from adaserve.bench.simulate.forecast import forecast_text
     from adaserve.bench.simulate.hardware import Hardware
