@@ -59,7 +59,7 @@ def mean_tpot_s(
 
 
 def within(value_s: float | None, slo_s: float) -> bool:
-    """Whether a measured time meets its SLO (inclusive). A TPOT that does not exist meets any."""
+    """Whether a measured time meets its SLO (inclusive). A TPOT that does not exist meets any SLO."""
     return value_s is None or value_s <= slo_s * (1 + _ROUNDING)
 
 

@@ -42,7 +42,7 @@ Turns = dict[float, tuple[str, float]]
 
 
 class View(NamedTuple):
-    """What the rule sees of a scheduler's load, and whose it is."""
+    """The part of a scheduler's load that the rule sees, and the requests it belongs to."""
 
     situation: Situation
     waiting: list[Any]  # the started prompt, if there is one, and those of the queue that are looked at
@@ -78,8 +78,8 @@ class PrefillPacer:
         tenant_share: float = 1.0,
     ) -> None:
         """``states``: the worker's, by request-pool row. ``alone``: no other rank shares the requests.
-        ``tenant_share``: of the time, that one tenant's TPOT SLOs may hold up other prompts; in one go at
-        most that share of a prompt's patience."""
+        ``tenant_share``: share of the time for which one tenant's TPOT SLOs may hold up other prompts;
+        without a break at most that share of a prompt's patience."""
         self._alone = alone
         self.mode: str | None = None
         self.set_mode(config.prefill if alone else "exclusive")
@@ -106,8 +106,7 @@ class PrefillPacer:
     def check_mode(self, mode: str | None) -> None:
         """``slack``, ``exclusive``, or None for what fits the policy. Raises UnsupportedError.
 
-        When prefills run is decided by every tensor-parallel rank for itself, so there it must not depend on
-        the clock.
+        Every tensor-parallel rank decides for itself when prefills run, so that must not depend on the clock.
         """
         if not self._alone and mode != "exclusive":
             raise UnsupportedError(
@@ -163,7 +162,7 @@ class PrefillPacer:
         return replace(plan, order=order)
 
     def view(self, load: Load, now_s: float) -> View:
-        """The pressure foresees one request more than those that are looked at."""
+        """The pressure is computed for one request more than those that are looked at."""
         started = [] if load.started is None else [load.started]
         every = [self._aim(req) for req in (*started, *load.waiting)]
         queued = every[len(started) :]
@@ -208,8 +207,8 @@ class PrefillPacer:
         return dict(sorted(picked.items())), turns
 
     def _holding_up(self, tight: Iterable[Any], held: Iterable[Any]) -> set[str]:
-        """Tenants of the ``tight`` requests for whose SLOs a prompt of somebody else is ``held``. Requests
-        without a key may be of different people."""
+        """Tenants of the ``tight`` requests because of whose SLOs a prompt of another tenant is ``held``.
+        Requests without a key may come from different people."""
         waiting = set(map(self._tenant, held))
         return {t for t in map(self._tenant, tight) if waiting - ({t} - {ANONYMOUS})}
 
@@ -253,8 +252,8 @@ class PrefillPacer:
 
 
 def _held_back(view: View, order: IntArray) -> list[Aim]:
-    """Of prompts that must not start yet; ``order``: those that may. Prompts that were not looked at come
-    behind the others: they are held back if one of these is."""
+    """Prompts that must not start yet; ``order``: those that may. Prompts that were not looked at come after
+    the others: they are held back if one of those is."""
     if len(order) == len(view.waiting):
         return []
     starting = set(order.tolist())

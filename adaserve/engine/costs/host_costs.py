@@ -87,8 +87,8 @@ class HostCosts:
 
     @property
     def _quiet(self) -> bool:
-        """Whether what was learned is the cost of the quiet host, as far as anybody can tell: sizes that are
-        new beside other processes look no slower than ever."""
+        """Whether the learned cost is that of the quiet host, as far as can be told: sizes that are first
+        seen beside other processes do not look slow."""
         return not self._busy and not 0 < self._shared_looks <= SHARED_LOOKS
 
     def _look_at_host(self) -> None:
@@ -111,7 +111,7 @@ class HostCosts:
         )
 
     def notes(self, now_s: float) -> list[str]:
-        """What a person who looks at the server should know now, in sentences."""
+        """Sentences about the present state for people who look at the server."""
         is_slow = self._busy and not self._calm_looks and now_s < self._looked_s + KNOWN_S
         notes = [self._busy_note()] if is_slow else []
         now_ms = self._ledger.baseline_s * 1e3

@@ -97,7 +97,7 @@ def _cached(folder: str, meta: dict[str, str]) -> Path:
 def save_full_profile(
     meta: dict[str, str], run: Callable[[Grid, Callable[[str], None]], Profile], *, saves: bool
 ) -> Path | None:
-    """Measures when `adaserve profile` asked for it, and where this rank ``saves``, saves; the file, else
+    """Measures if `adaserve profile` asked for it, and saves if this rank ``saves``. Returns the file, else
     None."""
     if PROFILE_ENV not in os.environ:
         return None
@@ -179,7 +179,8 @@ def load_learned(path: Path) -> LatencyModel | None:
 
 
 def _more_likely(measured: LatencyModel, kept: LatencyModel) -> LatencyModel:
-    """A forward can take longer than it has to but never less: of two that differ, the faster is right."""
+    """A forward can take longer than it must but never less: of two models that differ, the faster is
+    right."""
     sizes = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
     ratio = float(np.median(measured.verify_s(sizes, Context(256.0)) / kept.verify_s(sizes, Context(256.0))))
     if ratio > FAR:

@@ -146,7 +146,7 @@ def _verify_step(target: ModelForward) -> Step:
 
 
 def _draft_step(drafts: Sequence[Drafter]) -> Step:
-    """Of all that drafts, one after the other."""
+    """A draft step of all drafting models, one after the other."""
     return lambda batch: max([draft.rehearse(batch, WIDTH) for draft in drafts])
 
 

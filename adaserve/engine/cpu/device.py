@@ -81,7 +81,7 @@ class CpuDevice:
         return cls(made, *map(draft_forward, drafts), medusa=medusa, itself=itself)
 
     def is_busy(self) -> bool:
-        """What was queued is done."""
+        """Never: on a CPU everything queued is already done."""
         return False
 
     def mark(self) -> HostMark:
