@@ -149,11 +149,6 @@ def _read(path: str, revision: str | None) -> dict[str, Any]:
 
 def _of_ranks(args: Any, config: AdaServeConfig) -> Refusals:
     yield (
-        args.tp_size > 1 and config.prefill == "slack",
-        "tensor-parallel ranks must prefill alike, so prefills cannot be paced by the clock: remove "
-        "--adaserve-prefill slack",
-    )
-    yield (
         config.learn and args.dp_size > 1,
         "drafts learn from the requests of a single rank: use --dp-size 1, or leave --learn out",
     )

@@ -1,16 +1,18 @@
 """Decisions that all tensor-parallel ranks must share: the first rank decides, the others follow.
 
-Every rank drafts and verifies the same tokens, so that all ranks' forwards fit together. Plans and selections
-follow from measured times, which differ from rank to rank.
+Every rank reads, drafts and verifies the same tokens, so that all ranks' forwards fit together. What is read
+when, plans and selections follow from measured times, which differ from rank to rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from adaserve.scheduler.interface import IterationPlan, RunningBatch, Selection
+from adaserve.scheduler.interface import IterationPlan, RunningBatch
+
+Decided = TypeVar("Decided")
 
 
 class Group(Protocol):
@@ -23,7 +25,7 @@ class Group(Protocol):
 
 
 class Agreement:
-    """Plans and selections of rank 0 on every rank. With one rank it is free."""
+    """Rank 0's decisions on every rank. With one rank it is free."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -37,19 +39,20 @@ class Agreement:
         """Whether this rank's policy is the one that counts."""
         return self._group.rank_in_group == 0
 
+    def decide(self, make: Callable[[], Decided]) -> Decided:
+        """What rank 0 makes; the other ranks' rules are not asked."""
+        if self.alone:
+            return make()
+        decided: Decided = self._group.broadcast_object(make() if self.decides else None, src=0)
+        return decided
+
     def plan(self, make: Callable[[], IterationPlan], running: RunningBatch) -> IterationPlan:
         """Rank 0's plan, about this rank's ``running`` (the same requests, with its own clock)."""
         if self.alone:
             return make()
-        values = None
-        if self.decides:
-            plan = make()
-            values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name != "running"}
-        return IterationPlan(running=running, **self._group.broadcast_object(values, src=0))
 
-    def selection(self, make: Callable[[], Selection]) -> Selection:
-        """Rank 0's selection; the other ranks' policies are not asked."""
-        if self.alone:
-            return make()
-        selection: Selection = self._group.broadcast_object(make() if self.decides else None, src=0)
-        return selection
+        def values() -> dict[str, Any]:
+            plan = make()
+            return {f.name: getattr(plan, f.name) for f in fields(plan) if f.name != "running"}
+
+        return IterationPlan(running=running, **self.decide(values))

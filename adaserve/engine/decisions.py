@@ -42,7 +42,7 @@ class Decisions:
         return plan
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        selection = self.agreement.selection(lambda: self.policy.select(plan, trees))
+        selection = self.agreement.decide(lambda: self.policy.select(plan, trees))
         if self.recorder is not None:
             self.recorder.selected(plan)
         return selection

@@ -106,7 +106,7 @@ class AdaServeWorker(BaseSpecWorker):
             self._costs,
             self.ledger,
             self._requests.states,
-            alone=agreement.alone,
+            agreement,
             tenant_share=classes.limits.tenant_share,
         )
         self.forecaster = Forecaster(self.prefill, self.ledger, classes)

@@ -19,7 +19,7 @@ from adaserve.config import PREFILLS
 from adaserve.patches import hook
 from adaserve.patches.scheduler.served_worker import ServedWorker, worker_of
 
-MODES = (*PREFILLS, "default")
+MODES: dict[str, str | None] = {**{name: name for name in PREFILLS}, "default": None}
 DRAFTS = ("first", "held", "present")
 MOST_MS = 1e6
 """As of --baseline-ms."""
@@ -76,9 +76,7 @@ def change_of(worker: ServedWorker, key: str, value: float) -> Callable[[], obje
         worker.policies.get(name)
         return partial(worker.policies.choose, name)
     if setting == "adaserve_prefill" and name in MODES:
-        mode = None if name == "default" else name
-        worker.prefill.check_mode(mode)
-        return partial(worker.prefill.set_mode, mode)
+        return partial(worker.prefill.set_mode, MODES[name])
     if setting == "adaserve_draft" and name in DRAFTS:
         if worker.learner is None:
             raise ValueError("no draft learns here: start the server with --learn")

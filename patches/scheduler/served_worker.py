@@ -57,12 +57,8 @@ class Policies(Protocol):
 class Pacer(Protocol):
     """Decides when prefills run."""
 
-    def check_mode(self, mode: str | None) -> None:
-        """One of adaserve.config.PREFILLS; None = by the policy. Raises ValueError if not possible."""
-        ...
-
     def set_mode(self, mode: str | None) -> None:
-        """As ``check_mode``, from the next prefill on."""
+        """One of adaserve.config.PREFILLS, from the next prefill on; None = by the policy."""
         ...
 
     def paces(self, policy: str) -> bool:

@@ -72,16 +72,6 @@ def test_medusa_heads_draft_in_place_of_a_model() -> None:
         refuse_unsupported(arguments(speculative_draft_model_path=None, device="cuda", tp_size=2), config)
 
 
-def test_ranks_do_not_prefill_by_the_clock() -> None:
-    """Unless it was asked for, they simply prefill exclusively."""
-    ranks = arguments(device="cuda", tp_size=2)
-    for prefill in (None, "exclusive"):
-        refuse_unsupported(ranks, AdaServeConfig(prefill=prefill))
-    with pytest.raises(ValueError, match=r"must prefill alike.* remove --adaserve-prefill slack"):
-        refuse_unsupported(ranks, AdaServeConfig(prefill="slack"))
-    refuse_unsupported(arguments(device="cuda"), AdaServeConfig(prefill="slack"))
-
-
 def test_data_parallel_ranks_on_a_cpu_need_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or SGLang's schedulers end in a traceback. More ranks than any host has NUMA nodes."""
     many, config = {"dp_size": 5000}, AdaServeConfig()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 RECORDING = "iterations.jsonl"
+
+TIGHT_MS = 30.0
+"""A TPOT SLO that one request meets here, and not many."""
 
 
 @contextmanager
@@ -135,8 +139,22 @@ def test_an_iteration_is_recorded_once(two_ranks: Server) -> None:
     assert len(times) > 20 and len(set(times)) == len(times)
 
 
+def held_back(server: Server) -> float:
+    """Prompts that the gate held back, summed over iterations."""
+    stats = server.internal_state()["adaserve"]["stats"]
+    return sum(bucket["sums"].get("gated", 0.0) for bucket in (stats["older"], *stats["buckets"]))
+
+
 @pytest.mark.slow
-def test_prefills_cannot_be_paced_by_the_clock_of_one_rank(two_ranks: Server) -> None:
-    for mode in ("slack", "default"):
+def test_prompts_wait_and_start_alike_on_both_ranks(two_ranks: Server, stock: Server, pair: Path) -> None:
+    """When a prompt starts and how large its chunks are goes by the first rank's clock."""
+    set_policy(two_ranks, "priced")
+    jobs = workload(24, seed=40, max_new=48, spread_s=1.0)
+    expected = whole_texts(stock, jobs)
+    for mode, waits in (("default", True), ("exclusive", False), ("slack", True)):
         answer = two_ranks.post("/set_internal_state", {"server_args": {f"adaserve_prefill={mode}": 1}})
-        assert answer.status_code == 400 and "only the prefill mode 'exclusive'" in answer.text
+        assert answer.json() == [True], answer.text
+        before = held_back(two_ranks)
+        tight = [replace(j, params=j.params | {"custom_params": {"slo_tpot_ms": TIGHT_MS}}) for j in jobs]
+        assert_same(pair, jobs, run_jobs(two_ranks, tight), expected)
+        assert (held_back(two_ranks) > before) == waits

@@ -16,8 +16,8 @@ import numpy as np
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.admission.encoders import tokens_to_encode
+from adaserve.engine.agree import Agreement
 from adaserve.engine.state import RequestState, running_batch
-from adaserve.errors import UnsupportedError
 from adaserve.patches.scheduler.served_worker import Load
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.fairness import HoldBudget, binding_rows
@@ -74,15 +74,14 @@ class PrefillPacer:
         costs: LearnedCosts,
         ledger: SLOLedger,
         states: Mapping[int, RequestState],
-        alone: bool = True,
+        agreement: Agreement,
         tenant_share: float = 1.0,
     ) -> None:
-        """``states``: the worker's, by request-pool row. ``alone``: no other rank shares the requests.
-        ``tenant_share``: share of the time for which one tenant's TPOT SLOs may hold up other prompts;
-        without a break at most that share of a prompt's patience."""
-        self._alone = alone
-        self.mode: str | None = None
-        self.set_mode(config.prefill if alone else "exclusive")
+        """``states``: the worker's, by request-pool row. ``tenant_share``: share of the time for which one
+        tenant's TPOT SLOs may hold up other prompts; without a break at most that share of a prompt's
+        patience."""
+        self._agreement = agreement
+        self.mode: str | None = config.prefill
         self._rule = config.for_prefills()
         self._costs, self._ledger, self._states = costs, ledger, states
         one_s, far_s = costs.first_prefills_s(np.array([1.0, LearnedPrefills.FAR]))
@@ -103,20 +102,8 @@ class PrefillPacer:
         """
         return self.mode == "slack" or (self.mode is None and is_slo_aware(policy))
 
-    def check_mode(self, mode: str | None) -> None:
-        """``slack``, ``exclusive``, or None for what fits the policy. Raises UnsupportedError.
-
-        Every tensor-parallel rank decides for itself when prefills run, so that must not depend on the clock.
-        """
-        if not self._alone and mode != "exclusive":
-            raise UnsupportedError(
-                "tensor-parallel ranks must prefill alike, so prefills can't be paced by the clock: only the "
-                "prefill mode 'exclusive' is possible"
-            )
-
     def set_mode(self, mode: str | None) -> None:
-        """From the next prefill on. Raises UnsupportedError, see ``check_mode``."""
-        self.check_mode(mode)
+        """From the next prefill on; None: what fits the policy."""
         self.mode = mode
 
     # -- learning -----------------------------------------------------------------------------
@@ -144,8 +131,12 @@ class PrefillPacer:
         """How many prompt tokens to prefill before the next decode iteration (0 = none), and in which order.
 
         Row 0 is the started prompt, if there is one, and the further rows are the queue. Rows that the order
-        leaves out have to wait; only those of ``View.places`` can be in it.
+        leaves out have to wait; only those of ``View.places`` can be in it. All tensor-parallel ranks have to
+        ask at the same time, and the first one decides.
         """
+        return self._agreement.decide(lambda: self._plan(load, now_s))
+
+    def _plan(self, load: Load, now_s: float) -> PrefillPlan:
         view = self.view(load, now_s)
         situation, self._turns = view.situation, view.turns
         plan = plan_prefill(situation, len(load.running))

@@ -13,6 +13,7 @@ from adaserve.engine.admission.encoders import tokens_to_encode
 from adaserve.engine.admission.prefill import PrefillPacer
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from tests.engine.ranks import ALONE
 
 
 def item(name: int, *runs: tuple[int, int]) -> Any:
@@ -42,7 +43,7 @@ def test_an_image_is_encoded_whole_when_its_first_token_is_read() -> None:
 
 def test_time_of_encoders_is_not_taken_for_that_of_text() -> None:
     costs = LearnedCosts(LatencyModel(ForwardCost(0.001), ForwardCost(0.010, per_token_s=0.001)))
-    pacer = PrefillPacer(AdaServeConfig(), costs, SimpleNamespace(), {})  # type: ignore[arg-type]
+    pacer = PrefillPacer(AdaServeConfig(), costs, SimpleNamespace(), {}, ALONE)  # type: ignore[arg-type]
     for tokens in (10, 50, 100) * 10:
         pacer.observe_prefill(tokens, 0.010 + 0.001 * tokens)
         pacer.observe_prefill(tokens, 0.010 + 0.001 * tokens + 0.2, encoded=80)

@@ -21,6 +21,7 @@ from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import SLOStats
+from tests.engine.ranks import ALONE
 
 NOW = 1000.0
 MODEL = {"model_name": "m"}
@@ -49,7 +50,8 @@ class Request:
 def forecaster(running: list[Request], registry: Any) -> Forecaster:
     states = {r.kv.req_pool_idx: RequestState(r.rid, "coding", 0.022, NOW, generated=[1]) for r in running}
     ledger = SLOLedger(0.020, SLOStats(CLASSES, ServerMetrics("m", registry)))
-    return Forecaster(PrefillPacer(AdaServeConfig(), LearnedCosts(LATENCY), ledger, states), ledger, CLASSES)
+    pacer = PrefillPacer(AdaServeConfig(), LearnedCosts(LATENCY), ledger, states, ALONE)
+    return Forecaster(pacer, ledger, CLASSES)
 
 
 def load(running: list[Request], waiting: list[Request], *, slots: int = 64, started: Any = None) -> Load:

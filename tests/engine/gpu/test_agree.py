@@ -8,16 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
-from adaserve.config import AdaServeConfig
-from adaserve.engine.admission.prefill import PrefillPacer
 from adaserve.engine.agree import Agreement
 from adaserve.engine.decisions import Decisions
 from adaserve.engine.gpu.graphs import LEAST_FREE_BYTES, GraphTable, capture_all, least_of
-from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.scheduler.selection import everything
@@ -50,7 +46,7 @@ def rank(number: int, rendezvous: str, out: str) -> None:
     plan = agreement.plan(lambda: policy.plan(batch, 5.0 + number), batch)
     assert plan.running is batch
     own = policy.plan(batch, 5.0 + number)
-    selection = agreement.selection(lambda: policy.select(plan, trees))
+    selection = agreement.decide(lambda: policy.select(plan, trees))
     lone = policy.select(own, trees)
     # Memory for one graph on the first rank, and for two on the second one.
     free = iter(LEAST_FREE_BYTES + delta for delta in ([5, -1, -2], [6, 5, -2])[number])
@@ -89,7 +85,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_alone_nothing_is_sent() -> None:
     agreement = Agreement(GlooGroup(0, 1))
-    assert agreement.alone and agreement.selection(lambda: 3) == 3  # type: ignore[arg-type, return-value]
+    assert agreement.alone and agreement.decide(lambda: 3) == 3
 
 
 def test_of_what_is_taken_unread_the_first_rank_tells_what_its_policy_expects() -> None:
@@ -101,17 +97,3 @@ def test_of_what_is_taken_unread_the_first_rank_tells_what_its_policy_expects() 
     first, second = (Decisions(SimpleNamespace(), Agreement(GlooGroup(n, 2)), None) for n in range(2))  # type: ignore[arg-type]
     assert first.take_all(policy, plan, trees) is expects
     assert np.array_equal(second.take_all(policy, plan, trees).keep, expects.keep)
-
-
-def test_ranks_never_prefill_by_their_clocks() -> None:
-    """Neither at start nor when somebody asks for it while the server runs."""
-    nothing: Any = SimpleNamespace()
-    pacer = PrefillPacer(
-        AdaServeConfig(prefill="slack"), LearnedCosts(default_latency()), nothing, {}, alone=False
-    )
-    assert not pacer.paces("priced")
-    for mode in ("slack", None):
-        with pytest.raises(ValueError, match="exclusive"):
-            pacer.set_mode(mode)
-    pacer.set_mode("exclusive")
-    assert not pacer.paces("priced")

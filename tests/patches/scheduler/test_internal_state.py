@@ -20,6 +20,7 @@ from adaserve.engine.policies import ServedPolicies
 from adaserve.patches.scheduler.internal_state import _change, _told
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from tests.engine.ranks import ALONE
 
 LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001)
 
@@ -27,12 +28,12 @@ LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001
 class Server:
     """SGLang's own classes, with our hooks applied; the scheduler's answer goes over its wire."""
 
-    def __init__(self, alone: bool = True, learns: bool = False) -> None:
+    def __init__(self, learns: bool = False) -> None:
         self.chosen: list[Any] = []
         config, costs, device = AdaServeConfig(), LearnedCosts(LATENCY), SimpleNamespace()
         device.stops_early, device.least_gain, device.most_beams = True, 0.05, None
         self.policies = ServedPolicies(config, costs, device)  # type: ignore[arg-type]
-        self.pacer = PrefillPacer(config, costs, SimpleNamespace(), {}, alone)  # type: ignore[arg-type]
+        self.pacer = PrefillPacer(config, costs, SimpleNamespace(), {}, ALONE)  # type: ignore[arg-type]
         worker = SimpleNamespace(
             learner=SimpleNamespace(serve=self.chosen.append) if learns else None,
             policies=self.policies,
@@ -110,12 +111,3 @@ def test_requests_can_be_numbered_again() -> None:
 def test_the_baseline_can_be_fixed() -> None:
     s = Server()
     assert s.change("adaserve_baseline_ms", 12.5) and s.chosen == [0.0125]
-
-
-def test_what_tensor_parallelism_needs_stays() -> None:
-    """Ranks that prefill at different times would wait for each other for ever."""
-    s = Server(alone=False)
-    for mode in ("slack", "default"):
-        assert s.refuses(f"adaserve_prefill={mode}", 1, "must prefill alike")
-    assert s.change("adaserve_prefill=exclusive") and not s.pacer.paces("priced")
-    assert s.change("adaserve_policy=none"), "all ranks are told of that one"

@@ -17,6 +17,7 @@ from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoad
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.admission.prefill import PrefillPacer
+from adaserve.engine.agree import Agreement
 from adaserve.engine.state import RequestState, running_batch
 from adaserve.patches.scheduler import prefill_slack
 from adaserve.patches.scheduler.served_worker import Load
@@ -32,6 +33,7 @@ from adaserve.scheduler.interface import (
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.slo.classes import ANONYMOUS, SLO
 from adaserve.slo.lengths import OutputLengths
+from tests.engine.ranks import ALONE, Group
 
 NOW = 1000.0
 LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001)
@@ -71,6 +73,7 @@ def pacer(
     config: AdaServeConfig | None = None,
     ttft: dict[str, float] | None = None,
     share: float = 1.0,
+    agreement: Agreement = ALONE,
 ) -> PrefillPacer:
     """One request in slot 0 that decoded 50 tokens in 1.2 seconds, and is due ``slo_s`` per token."""
     state = RequestState("r0", "coding", slo_s, NOW - 1.2, 50, generated=[1] * 51)
@@ -84,7 +87,7 @@ def pacer(
     )
     ledger.gate = lambda held: ledger.held.append(list(held))
     costs = LearnedCosts(LATENCY)
-    return PrefillPacer(config or AdaServeConfig(), costs, ledger, {0: state}, tenant_share=share)
+    return PrefillPacer(config or AdaServeConfig(), costs, ledger, {0: state}, agreement, share)
 
 
 def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaserve", **over: Any) -> Any:
@@ -140,6 +143,16 @@ def test_tight_requests_defer_and_bound_the_chunk() -> None:
     some = step(scheduler(pacer(0.022), [Request("w")]))
     assert some is not None and 16 <= some < 200
     assert step(scheduler(pacer(1.0), [Request("w")])) == 256  # a second of slack and more
+
+
+def test_of_two_ranks_with_other_clocks_both_do_what_the_first_decides() -> None:
+    sent: list[Any] = []
+    for tight_s, relaxed_s, chunk in ((0.018, 1.0, None), (1.0, 0.018, 256)):
+        for rank, slo_s in enumerate((tight_s, relaxed_s)):
+            queue = [Request("first"), Request("second")]
+            sched = scheduler(pacer(slo_s, agreement=Agreement(Group(rank, 2, sent))), list(queue))
+            assert step(sched) == chunk and sched.waiting_queue == queue
+    assert not sent
 
 
 @pytest.mark.parametrize(("osl", "likely"), [(60, 9), (51, 149), (9, 149), (1000, 149), (None, None)])
