@@ -113,10 +113,12 @@ class DecodeLoop:
         draft_runs = self._take_runs() if early is None else early.runs
         choice = self._choose(plan, rows, drafts, offers)
         verified = verify.build(rows, choice.proposal, choice.selection)
-        tensors, draws, logits = self._verify(batch, rows, settings, verified, choice, drawn)
+        recorded = self.tap.rows(rows)
+        tensors, draws, logits = self._verify(batch, rows, settings, verified, choice, drawn, recorded)
         acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
-        if logits is not None:
-            self.tap.verified(rows, verified, acceptance, logits)
+        tapped = {}
+        if logits is not None and len(recorded):
+            tapped = self.tap.verified(self.device, rows, recorded, verified, tensors, acceptance, logits)
         result = self._result(batch, verified, acceptance, tensors, draws, logits)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
@@ -128,7 +130,7 @@ class DecodeLoop:
         marks = Marks(*spans, verifying, self.device.mark(), caught_up, first_level)
         result_copies.allow_behind(result, marks.accepted)
         outcome = self.device.get(
-            count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
+            count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted, **tapped
         )
         self.caches.compact(verified, tensors, acceptance)  # which the host does not have to wait for
         self._observe()  # unless that was done while drafts were awaited
@@ -138,7 +140,7 @@ class DecodeLoop:
         runs = [before + now for before, now in zip(draft_runs, runs, strict=True)]
         self._arriving = self._unobserved = self._last = Iteration(
             rows, policy, plan, drafts, offers, choice.proposal, choice.selection, verified, start_s, behind,
-            marks, runs, outcome, choice.unread is not None,
+            marks, runs, outcome, recorded, choice.unread is not None,
         )  # fmt: skip
         if self.overlaps:
             self._draft_early(self._arriving, tensors, acceptance)
@@ -179,7 +181,7 @@ class DecodeLoop:
         """Whether the device knows enough to verify what it drafts: no other candidates join the draft, and
         no draw depends on the text."""
         joined = offers or rows.grammars is not None or len(self.device.drafters) > 1
-        return not (joined or self.tap.is_open or settings.penalized.any()) and self.device.target.follows
+        return not (joined or settings.penalized.any()) and self.device.target.follows
 
     def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
         """The drafts that the sources have queued."""
@@ -262,7 +264,7 @@ class DecodeLoop:
         if asked.with_grammar or settings.penalized.any() or batch.sampling_info.has_custom_logit_processor:
             return False
         offers = self.decisions.speculates and any(source.reads_text for source in self.sources)
-        return self.device.target.follows and not (offers or self.tap.is_open)
+        return self.device.target.follows and not offers
 
     def _verify(
         self,
@@ -272,6 +274,7 @@ class DecodeLoop:
         verified: verify.VerifyBatch,
         choice: Choice,
         drawn: torch.Tensor | None,
+        recorded: np.ndarray,
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
         """The verified tokens on the device, the target's draws int64 [T], and logits if they were
         computed."""
@@ -287,7 +290,7 @@ class DecodeLoop:
             tensors = self.device.put(verified.arrays())
         if drawn is not None:
             tensors["tree"][0].copy_(drawn)
-        wanted = batch.return_logprob or self.tap.is_open
+        wanted = batch.return_logprob or bool(len(recorded))
         if allowed is None and not wanted and sampling.is_plain_greedy(info, settings):
             return tensors, target.argmax(states), None
         step = sampling.Step(
@@ -342,6 +345,8 @@ class DecodeLoop:
             return
         if iteration.unread:
             iteration = self._unobserved = self._last = self._read(iteration)
+        if len(iteration.recorded):
+            self.tap.heard(iteration.rows, iteration.recorded, iteration.copy.read())
         for state, tokens in zip(iteration.rows.states, iteration.emitted(), strict=True):
             state.advance(tokens)
         accepted = iteration.accepted()

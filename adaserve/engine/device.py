@@ -247,7 +247,7 @@ class Device(Protocol):
         ...
 
     def get(self, **tensors: Tensor) -> HostCopy:
-        """Queues a copy of int64, float64 or bool tensors to the host."""
+        """Queues a copy of int64, float64, float16 or bool tensors to the host."""
         ...
 
     @property

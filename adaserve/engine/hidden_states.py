@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,9 +46,9 @@ class HiddenStates:
         """[.., size], as they are stored."""
         return self.by_slot[slots]
 
-    def of_request(self, req_to_token: Tensor, pool_row: int, places: np.ndarray) -> Tensor:
-        """[k, size] of the tokens whose KV stands at ``places`` [k] of a row of ``req_to_token``."""
-        return self.read(req_to_token[pool_row, torch.from_numpy(places)].long())
+    def of_requests(self, req_to_token: Tensor, pool_rows: Tensor, places: Tensor) -> Tensor:
+        """[.., size] of the tokens whose KV stands at ``places`` of ``pool_rows`` of ``req_to_token``."""
+        return self.read(req_to_token[pool_rows, places].long())
 
     def move_kv_cache(self, target: Tensor, source: Tensor) -> None:
         """Named as in SGLang's KV pools, beside which this is moved."""

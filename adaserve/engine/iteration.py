@@ -57,7 +57,8 @@ class Iteration:
     because the host does not know when the device reached its start."""
     marks: Marks
     runs: Sequence[Sequence[Run]]  # its forwards of the target, and of each draft model
-    copy: HostCopy  # count int64 [n], emitted int64 [n, stride], accepted bool [T]
+    copy: HostCopy  # count int64 [n], emitted int64 [n, stride], accepted bool [T], and ``Tap.verified``'s
+    recorded: np.ndarray  # int64 [k]: rows that the draft learns from
     unread: bool = False
     """Whether the candidates were verified before they were read. Then ``proposal`` is an outline, and
     ``selection`` and ``verified`` follow from it."""

@@ -147,15 +147,15 @@ class StaticArrays:
 
 
 class QueuedCopy:
-    """Tensors (int64, float64 or bool) on their way to the host, in one transfer."""
+    """Tensors (int64, float64, float16 or bool) on their way to the host, in one transfer."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._pieces: list[tuple[str, slice, tuple[int, ...], torch.dtype]] = []
         end = 0
-        for name, t in tensors.items():
-            start, end = end, end + t.numel()
-            self._pieces.append((name, slice(start, end), tuple(t.shape), t.dtype))
         parts = [_as_int64(t) for t in tensors.values()]
+        for (name, t), part in zip(tensors.items(), parts, strict=True):
+            start, end = end, end + len(part)
+            self._pieces.append((name, slice(start, end), tuple(t.shape), t.dtype))
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._event: torch.cuda.Event | None = None
         self._values: dict[str, np.ndarray] | None = None
@@ -181,6 +181,8 @@ class QueuedCopy:
             piece = values[where]
             if dtype == torch.float64:
                 piece = piece.view(np.float64)
+            elif dtype == torch.float16:
+                piece = piece.view(np.float16)[: math.prod(shape)]
             elif dtype == torch.bool:
                 piece = piece.astype(np.bool_)
             out[name] = piece.reshape(shape)
@@ -190,6 +192,8 @@ class QueuedCopy:
 def _as_int64(t: Tensor) -> Tensor:
     if t.dtype == torch.float64:
         return t.contiguous().view(torch.int64).flatten()
+    if t.dtype == torch.float16:
+        return torch.nn.functional.pad(t.flatten(), (0, -t.numel() % 4)).view(torch.int64)
     if t.dtype not in (torch.int64, torch.bool):
-        raise TypeError(f"cannot pack {t.dtype}; use int64, float64 or bool")
+        raise TypeError(f"cannot pack {t.dtype}; use int64, float64, float16 or bool")
     return t.long().flatten()

@@ -98,16 +98,22 @@ class Newest:
         return record
 
 
-def kept(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.ndarray | None]:
-    """The part of logits [n, vocab] that a record keeps: float16 [n, k] and their tokens int32 [n, k].
+def distributions(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[Tensor, Tensor | None]:
+    """The part of logits [n, vocab] that a record keeps: float16 [n, k] and their tokens int64 [n, k].
 
     A vocabulary of up to ``whole`` tokens is kept without ids, as logits minus the best one: the reader
     normalizes them, which is too slow for a server. Otherwise they are log-probabilities."""
     if logits.shape[1] <= whole:
         return _halves(logits - logits.amax(-1, keepdim=True)), None
     best, ids = logits.topk(TOP)
-    return _halves(best - logits.logsumexp(-1, keepdim=True)), ids.int().numpy()
+    return _halves(best - logits.logsumexp(-1, keepdim=True)), ids
 
 
-def _halves(logprobs: Tensor) -> np.ndarray:
-    return logprobs.clamp(min=LEAST_LOG).half().numpy()
+def kept(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.ndarray | None]:
+    """``distributions`` as a record has them; the tokens as int32."""
+    logprobs, ids = distributions(logits, whole)
+    return logprobs.numpy(force=True), None if ids is None else ids.int().numpy(force=True)
+
+
+def _halves(logprobs: Tensor) -> Tensor:
+    return logprobs.clamp(min=LEAST_LOG).half()

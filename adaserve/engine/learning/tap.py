@@ -3,18 +3,18 @@ requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from adaserve.engine.device import Device
 from adaserve.engine.penalties import has_penalty, stop_tokens
 from adaserve.engine.state import DecodeRows, RequestState, temperature_of
-from adaserve.engine.trees.verify import Acceptance, VerifyBatch
-from adaserve.learning.records import Record, kept
+from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch, path_index
+from adaserve.learning.records import Record, distributions
 from adaserve.learning.shared import Ring
 
 MOST_OPEN = 16
@@ -26,8 +26,10 @@ MOST_STATE = 6e4
 MOST_CONTEXT = 1024
 """Tokens before the first position; earlier ones are cut off."""
 
-ReadStates = Callable[[int, np.ndarray], Tensor]
-"""(row of ``req_to_token``, places [k]) -> the target's hidden states [k, H] of the tokens that are there."""
+NOBODY = np.zeros(0, np.int64)
+
+ReadStates = Callable[[Tensor, Tensor], Tensor]
+"""(rows of ``req_to_token``, places there) -> the target's hidden states [.., H] of those tokens."""
 
 
 @dataclass(slots=True)
@@ -78,6 +80,10 @@ def _until(tokens: list[int], stops: frozenset[int]) -> list[int]:
     return tokens[: next(ends, len(tokens))]
 
 
+def _halved(states: Tensor) -> Tensor:
+    return states.clamp(-MOST_STATE, MOST_STATE).half()
+
+
 class Tap:
     """Collects records of running requests and puts finished ones into the trainer's ``ring``.
 
@@ -112,11 +118,6 @@ class Tap:
         )
 
     @property
-    def is_open(self) -> bool:
-        """Whether any request is being recorded, so that logits are wanted."""
-        return bool(self._open)
-
-    @property
     def _is_full(self) -> bool:
         if self.ring is None or self._open_bytes > self._most_bytes // 2:
             return True
@@ -131,54 +132,79 @@ class Tap:
         """Of all open records. One that would need more ends early."""
         return 0 if self.ring is None else self.ring.capacity // 2
 
+    def rows(self, rows: DecodeRows) -> np.ndarray:
+        """int64 [k]: the requests that are being recorded."""
+        if not self._open:
+            return NOBODY
+        return np.flatnonzero([s.rid in self._open for s in rows.states])
+
     def verified(
         self,
+        device: Device,
         rows: DecodeRows,
+        recorded: np.ndarray,
         verified: VerifyBatch,
+        tensors: Tensors,
         acceptance: Acceptance,
         logits: Tensor,
-    ) -> None:
-        """``logits``: the target's, [T, vocab]."""
-        if not self._open:
-            return
-        goes_on = np.array([self._goes_on(s, n) for s, n in zip(rows.states, rows.seq_lens, strict=True)])
-        at = np.flatnonzero(acceptance.accepted.numpy() & goes_on[verified.row])
-        if not len(at):
-            return
-        warmth = np.where(rows.running.temperature > 0, rows.running.temperature, 1.0)[verified.row[at]]
-        scale = torch.from_numpy((1.0 / warmth[:, None]).astype(np.float32))
-        logprobs, ids = kept(logits.index_select(0, torch.from_numpy(at)).mul_(scale))
-        emitted, counts = acceptance.emitted.tolist(), acceptance.count.tolist()
-        end = 0
-        for row in np.flatnonzero(goes_on).tolist():  # nodes of one request stand together, in this order
-            count = counts[row] + 1
+    ) -> dict[str, Tensor]:
+        """What ``heard`` needs of a verification, on the device: for each of the ``recorded`` requests as
+        many rows as it may accept tokens, the accepted ones first. ``logits``: the target's, fp32 [T, vocab].
+        """
+        most, vocabulary = verified.deepest + 1, logits.shape[1]
+        warmth = rows.running.temperature[recorded]
+        scale = 1.0 / np.where(warmth > 0, warmth, 1.0)
+        there = device.put({"recorded": recorded, "scale": scale.astype(np.float32)})
+        path = path_index(tensors, acceptance, most)[there["recorded"]]
+        said = logits.index_select(0, path.flatten()).view(-1, most, vocabulary)
+        logprobs, ids = distributions(said.mul_(there["scale"][:, None, None]).flatten(0, 1))
+        found = {"logprobs": logprobs.unflatten(0, (-1, most))}
+        if ids is not None:
+            found["ids"] = ids.unflatten(0, (-1, most))
+        if self._states is not None:
+            put = device.put({"rows": rows.pool_rows[recorded], "places": verified.batch.places})
+            found["states"] = _halved(self._states(put["rows"][:, None], put["places"][path]))
+        for row in recorded.tolist():
             opened = self._open[rows.states[row].rid]
+            if opened.start < 0:
+                opened.start = int(rows.seq_lens[row])
+                if self._states is not None:
+                    context = np.arange(opened.cut, opened.start)
+                    put = device.put({"row": rows.pool_rows[row : row + 1], "places": context})
+                    found[f"context {row}"] = _halved(self._states(put["row"], put["places"]))
+        return found
+
+    def heard(self, rows: DecodeRows, recorded: np.ndarray, found: Mapping[str, np.ndarray]) -> None:
+        """The outcome of an iteration has arrived: ``count`` and ``emitted``, and what ``verified`` gave."""
+        emitted, counts = found["emitted"].tolist(), found["count"].tolist()
+        for k, row in enumerate(recorded.tolist()):
+            opened = self._going_on(rows.states[row], int(rows.seq_lens[row]))
+            if opened is None:
+                continue
+            count = counts[row] + 1
             served = _until(emitted[row][:count], opened.stops)
-            here, end = slice(end, end + len(served)), end + count
-            opened.keep(opened.logprobs, logprobs[here])
-            if ids is not None:
-                opened.keep(opened.ids, ids[here])
-            if self._states is not None:
-                before = [] if opened.states else [np.arange(opened.cut, opened.start)]
-                places = np.concatenate([*before, verified.batch.places[at[here]]])
-                states = self._states(int(rows.pool_rows[row]), places)
-                opened.keep(opened.states, states.clamp(-MOST_STATE, MOST_STATE).half().numpy())
+            here = k, slice(len(served))
+            opened.keep(opened.logprobs, found["logprobs"][here])
+            if "ids" in found:
+                opened.keep(opened.ids, found["ids"][here].astype(np.int32))
+            if "states" in found:
+                if f"context {row}" in found:
+                    opened.keep(opened.states, found[f"context {row}"])
+                opened.keep(opened.states, found["states"][here])
             opened.positions += len(served)
             opened.tokens += served
             ends = opened.positions >= MOST_POSITIONS or len(served) < count
             if ends or self._open_bytes > self._most_bytes:
                 self.finished(rows.states[row].rid)
 
-    def _goes_on(self, state: RequestState, length: int) -> bool:
-        """Whether the root at position ``length`` is the next one of an open record."""
+    def _going_on(self, state: RequestState, length: int) -> _Open | None:
+        """The open record of a request whose root is at position ``length``, if that is its next one."""
         if (opened := self._open.get(state.rid)) is None:
-            return False
-        if opened.start < 0:
-            opened.start = int(length)
-        follows = opened.start + opened.positions == length and len(opened.tokens) == length + 1
-        if not follows:
-            del self._open[state.rid]
-        return bool(follows)
+            return None
+        if opened.start + opened.positions == length and len(opened.tokens) == length + 1:
+            return opened
+        del self._open[state.rid]
+        return None
 
     def finished(self, rid: str) -> None:
         opened = self._open.pop(rid, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from adaserve.engine.learning.tap import LEAST_POSITIONS, MOST_OPEN, MOST_STATE, Tap
 from adaserve.engine.state import DecodeRows, RequestState
+from adaserve.engine.transfer import QueuedCopy, put
 from adaserve.engine.trees import verify
 from adaserve.learning import draft_reading
 from adaserve.learning.records import Record
@@ -34,6 +36,9 @@ def request(prompt: list[int], **params: Any) -> Any:
     req.origin_input_ids, req.grammar, req.custom_logit_processor = prompt, None, None
     req.multimodal_inputs = None
     return req
+
+
+DEVICE: Any = SimpleNamespace(put=lambda arrays: put(arrays, torch.device("cpu")))
 
 
 class Service:
@@ -66,10 +71,12 @@ class Service:
         proposal = drafted(rows, 4, 2)
         verified = verify.build(rows, proposal, random_selection(proposal.trees, self.rng, 0.9))
         says = self.target.table[torch.from_numpy(verified.tokens)]
-        acceptance = verify.accept(
-            tensors_of(verified.arrays()), says.argmax(-1), len(rows), verified.deepest, 5
-        )
-        self.tap.verified(rows, verified, acceptance, says)
+        tensors, recorded = tensors_of(verified.arrays()), self.tap.rows(rows)
+        acceptance = verify.accept(tensors, says.argmax(-1), len(rows), verified.deepest, 5)
+        known = {"count": acceptance.count, "emitted": acceptance.emitted}
+        if len(recorded):
+            known |= self.tap.verified(DEVICE, rows, recorded, verified, tensors, acceptance, says)
+            self.tap.heard(rows, recorded, QueuedCopy(known).read())
         accepted = acceptance.accepted.numpy()
         for row, places in enumerate(self.places):
             places.extend(verified.batch.places[accepted & (verified.row == row)].tolist())
@@ -138,11 +145,9 @@ def test_what_was_accepted_behind_the_end_of_a_text_is_not_recorded(
 
 def test_heads_get_the_hidden_states_of_all_tokens_but_the_last(ring: tuple[Ring, Ring]) -> None:
     """Of prompts from where they are committed, of candidates from where they were verified."""
-    asked: dict[int, list[int]] = {}
 
-    def states(pool_row: int, places: np.ndarray) -> torch.Tensor:
-        asked.setdefault(pool_row, []).extend(places.tolist())
-        return torch.stack((torch.full((len(places),), float(pool_row)), torch.from_numpy(places)), 1)
+    def states(pool_rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return torch.stack((pool_rows.expand_as(places), places), -1).float()
 
     service = Service(ring[0], [[3, 4, 5, 6, 7], [8, 9]], states=states)
     service.start()
@@ -151,17 +156,16 @@ def test_heads_get_the_hidden_states_of_all_tokens_but_the_last(ring: tuple[Ring
     for state in service.states:
         service.tap.finished(state.rid)
     records, rows = read_all(ring[1]), decode_rows(service.lengths).pool_rows.tolist()
-    assert [asked[row] for row in rows] == service.places
-    for record, row in zip(records, rows, strict=True):
+    for record, row, places in zip(records, rows, service.places, strict=True):
         assert record.states is not None and record.states.shape == (record.start + len(record), 2)
         assert record.states[:, 0].tolist() == [row] * len(record.states)
-        assert record.states[:, 1].tolist() == asked[row]
+        assert record.states[:, 1].tolist() == places
 
 
 def test_hidden_states_end_where_float16_does(ring: tuple[Ring, Ring]) -> None:
     """Some models have a few that are a thousand times as large as the others."""
     large = torch.tensor([[1e6, -1e6, 2.0]])
-    service = Service(ring[0], [[3, 4, 5]], states=lambda row, places: large.expand(len(places), -1))
+    service = Service(ring[0], [[3, 4, 5]], states=lambda row, places: large.expand(*places.shape, -1))
     service.start()
     for _ in range(12):
         service.iterate()
