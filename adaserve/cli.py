@@ -161,7 +161,7 @@ def serve(
         bool,
         about_learning(
             "Train the draft on what is served, in spare processor time, and swap in better versions. "
-            "CPU hosts only. Requests with x-adaserve-learn: off are left out.",
+            "Requests with x-adaserve-learn: off are left out.",
             "--learn",
         ),
     ] = False,

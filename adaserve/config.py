@@ -149,6 +149,11 @@ class AdaServeConfig(Checked):
     learn_loss: Literal["forward", "reverse", "jsd", "lk", "hard"] = Field(
         default="jsd", description="loss of the training (docs/learning.md)"
     )
+    learn_device: str = Field(
+        default="cpu",
+        pattern=r"^(cpu|cuda(:\d+)?)$",
+        description="where the draft is trained: cpu (one thread, in spare time), or a GPU such as cuda:1",
+    )
     learn_rate: float = Field(default=6e-4, gt=0, lt=1, description="learning rate of AdamW")
     learn_nice: int = Field(
         default=19,

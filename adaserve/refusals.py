@@ -75,8 +75,8 @@ def _of_drafts(args: Any, config: AdaServeConfig) -> Refusals:
         "--draft-window a number of recent tokens, or use --policy priced",
     )
     yield (
-        config.learn and on_device(args.device),
-        "drafts learn only on CPU hosts so far: leave --learn out",
+        config.learn and config.learn_device != "cpu" and not on_device(args.device),
+        "a CPU host has no GPU to train drafts on: leave --adaserve-learn-device out",
     )
 
 
@@ -149,8 +149,9 @@ def _read(path: str, revision: str | None) -> dict[str, Any]:
 
 def _of_ranks(args: Any, config: AdaServeConfig) -> Refusals:
     yield (
-        config.learn and args.dp_size > 1,
-        "drafts learn from the requests of a single rank: use --dp-size 1, or leave --learn out",
+        config.learn and args.dp_size * args.tp_size > 1,
+        "drafts learn from the requests of a single rank: use --dp-size 1 and --tp-size 1, or leave --learn "
+        "out",
     )
     yield args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"
     yield (

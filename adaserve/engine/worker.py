@@ -32,6 +32,7 @@ from adaserve.engine.device import Device
 from adaserve.engine.iteration import counts_by_source, sample_of
 from adaserve.engine.kv_caches import KVCaches
 from adaserve.engine.learning.learner import Learner
+from adaserve.engine.learning.swap import Swap
 from adaserve.engine.learning.tap import Tap
 from adaserve.engine.penalties import restore_penalties
 from adaserve.engine.plain_attention import require_own_positions, require_served, require_windows
@@ -112,7 +113,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.forecaster = Forecaster(self.prefill, self.ledger, classes)
         self.shedder = Shedder(config.shed, self.forecaster, self.ledger, classes)
         hidden = device.target_states
-        tap = Tap(config.learn_share, None if hidden is None else partial(hidden.of_request, table))
+        tap = Tap(config.learn_share, None if hidden is None else partial(hidden.of_requests, table))
         self.learner = self._make_learner(sources, tap)
         # Ranks and data-parallel replicas have one file, and one of them may write to it.
         records = config.record if decides and not get_parallel().dp_rank else None
@@ -180,7 +181,8 @@ class AdaServeWorker(BaseSpecWorker):
         target: str | None = None
         if draft.kind != "model":
             target = local_folder(self._server_args.model_path, self._server_args.revision)
-        return Learner(self.config, tap, draft.runner.model, source, draft.folder, self.ledger.stats, target)
+        weights = swap_of(draft.runner.model)
+        return Learner(self.config, tap, weights, source, draft.folder, self.ledger.stats, target)
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
@@ -292,3 +294,14 @@ def open_device(target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> D
     from adaserve.engine.cpu.device import CpuDevice
 
     return CpuDevice.of(target, drafts, config)
+
+
+def swap_of(model: Any) -> Swap:
+    """What exchanges the weights of a model that is served."""
+    if next(model.parameters()).is_cuda:
+        from adaserve.engine.gpu.swap import GpuSwap
+
+        return GpuSwap(model)
+    from adaserve.engine.cpu.swap import CpuSwap
+
+    return CpuSwap(model)

@@ -29,16 +29,17 @@ _DTYPES = {
 
 
 class DraftCopy:
-    """Master weights in fp32; what is handed out is rounded to the checkpoint's own dtypes."""
+    """Master weights in fp32 on a device; what is handed out is on the host, rounded to the checkpoint's own
+    dtypes."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, device: str = "cpu") -> None:
         """``folder``: as transformers takes it. Raises what transformers raises for it."""
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         self.model.eval()  # drafts are small: no dropout
         self.dtypes = {name: t.dtype for name, t in self._tensors().items()}
-        self.model.float()
+        self.model.to(device, torch.float32)
 
     def _tensors(self) -> dict[str, Tensor]:
         """By the checkpoint's names; what is tied stands there once."""
@@ -63,7 +64,7 @@ class DraftCopy:
 
     def state(self) -> dict[str, Tensor]:
         """Copies, rounded as they are stored: what is served is what was judged."""
-        return {name: t.detach().to(self.dtypes[name], copy=True) for name, t in self._tensors().items()}
+        return {n: t.detach().to("cpu", self.dtypes[n], copy=True) for n, t in self._tensors().items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -86,7 +87,7 @@ class DraftCopy:
         # long, so only for the records' positions. Rows are padded behind their ends, which a causal model
         # does not see: no mask is needed.
         with self.model.get_output_embeddings().register_forward_pre_hook(of_records):
-            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+            logits: Tensor = self.model(input_ids=tokens.to(self.model.device), use_cache=False).logits
         return list(logits[0].split([len(r) for r in records]))
 
     def unrolled(self, records: Sequence[Record]) -> list[list[Tensor]]:

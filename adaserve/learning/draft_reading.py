@@ -22,6 +22,8 @@ from adaserve.sharpening import Correction, DraftSharpening
 
 _NOISE_FACTORS = np.geomspace(0.75, 1.4, 9)
 _TAU_FACTORS = np.geomspace(0.6, 1.8, 15)
+Device = torch.device | str
+CPU = "cpu"
 UNKNOWN = -1e4
 """The logit of tokens that a draft with a vocabulary of its own does not know: finite, and never the best."""
 LIKELIEST = 64
@@ -31,19 +33,19 @@ LIKELIEST = 64
 def accepted(record: Record, logits: Tensor, sharpening: DraftSharpening) -> Tensor:
     """[n]: the probability that the draft's best token is the served one, over all noise that the two could
     share; for greedy requests 0 or 1. A draft whose logits are NaN gets nothing accepted."""
-    p, ids = likeliest(record)
+    p, ids = likeliest(record, logits.device)
     if record.temperature == 0:
         return (logits.argmax(-1) == ids[:, 0]).float()
     q = losses.coarse(fn.log_softmax(logits / noise_weight(record, sharpening), dim=-1), ids)
     return losses.agreement(p, q)[:, :-1].sum(-1).nan_to_num(0.0)
 
 
-def likeliest(record: Record) -> tuple[Tensor, Tensor]:
+def likeliest(record: Record, device: Device = CPU) -> tuple[Tensor, Tensor]:
     """Log-probabilities [n, k + 1] of the target's k likeliest tokens, best first, and of all others; the
     tokens [n, k]."""
     if record.ids is not None:
-        return target(record), _ids(record)
-    p = target(record)
+        return target(record, device), _ids(record, device)
+    p = target(record, device)
     best, ids = p.topk(min(LIKELIEST, p.shape[1]))
     return losses.with_rest(best), ids
 
@@ -54,9 +56,9 @@ def noise_weight(record: Record, sharpening: DraftSharpening) -> float:
     return float(spread / scale)
 
 
-def target(record: Record) -> Tensor:
+def target(record: Record, device: Device = CPU) -> Tensor:
     """[n, k]: the target's log-probabilities of all tokens, or of the likeliest ones and of all others."""
-    p = torch.from_numpy(record.logprobs.astype("float32"))
+    p = torch.from_numpy(record.logprobs.astype("float32")).to(device)
     if record.ids is None:
         return fn.log_softmax(p, dim=-1)  # rounding to float16 has moved the sum
     return losses.with_rest(p)
@@ -65,25 +67,25 @@ def target(record: Record) -> Tensor:
 def draft(record: Record, logits: Tensor, temperature: float) -> Tensor:
     """[n, k]: what the draft says of the same outcomes at ``temperature``."""
     q = fn.log_softmax(logits / temperature, dim=-1)
-    return q if record.ids is None else losses.coarse(q, _ids(record))
+    return q if record.ids is None else losses.coarse(q, _ids(record, q.device))
 
 
-def noise(record: Record, vocabulary: int) -> Tensor:
+def noise(record: Record, vocabulary: int, device: Device = CPU) -> Tensor:
     """[n, vocabulary]: by which the target drew the record's tokens."""
     keys = np.full(len(record), record.key, np.uint64)
     at = record.cut + record.start + np.arange(len(record))
-    return torch.from_numpy(gumbel(keys, at, vocabulary))
+    return torch.from_numpy(gumbel(keys, at, vocabulary)).to(device)
 
 
-def served(record: Record) -> Tensor:
+def served(record: Record, device: Device = CPU) -> Tensor:
     """[n]: the tokens that were served."""
     first = record.start + 1
-    return torch.from_numpy(record.tokens[first : first + len(record)].astype("int64"))
+    return torch.from_numpy(record.tokens[first : first + len(record)].astype("int64")).to(device)
 
 
 def knows_served(record: Record, logits: Tensor) -> Tensor:
     """bool [n]: whether the draft, which says ``logits``, knows the token that was served."""
-    return logits.gather(1, served(record)[:, None])[:, 0] > UNKNOWN / 2
+    return logits.gather(1, served(record, logits.device)[:, None])[:, 0] > UNKNOWN / 2
 
 
 @torch.no_grad()
@@ -124,13 +126,13 @@ def _best_tau(
     costs = np.zeros(len(_TAU_FACTORS))
     for record, logits in records:
         scale, spread = map(float, sharpening.reading(record.temperature))
-        read, token = logits * scale, served(record)
+        read, token = logits * scale, served(record, logits.device)
         if record.temperature > 0:
-            read = read + spread * noise_factor * noise(record, logits.shape[1])
+            read = read + spread * noise_factor * noise(record, logits.shape[1], logits.device)
         costs += misjudged(read, token, _TAU_FACTORS)
     return float(_TAU_FACTORS[costs.argmin()])
 
 
-def _ids(record: Record) -> Tensor:
+def _ids(record: Record, device: Device) -> Tensor:
     assert record.ids is not None
-    return torch.from_numpy(record.ids.astype("int64"))
+    return torch.from_numpy(record.ids.astype("int64")).to(device)

@@ -89,7 +89,8 @@ class _Head(nn.Module):
 
     def unroll(self, embedded: Tensor, before: Tensor, steps: int) -> list[Tensor]:
         """States [rows, length, H] of every step: at step k a token is read as the k-th of a draft."""
-        cos, sin = self.rope(embedded, torch.arange(1, 1 + embedded.shape[1])[None])
+        places = torch.arange(1, 1 + embedded.shape[1], device=embedded.device)
+        cos, sin = self.rope(embedded, places[None])
         return unrolled(self.midlayer, embedded, before, cos, sin, steps)
 
 
@@ -125,10 +126,10 @@ class HeadCopy:
     Raises ValueError for a head that cannot be trained here, OSError where there is none.
     """
 
-    def __init__(self, folder: str, target: str) -> None:
+    def __init__(self, folder: str, target: str, device: str = "cpu") -> None:
         config, names = learnable(folder, target)
         stored = _tensors(folder)
-        self.model = _Head(config).eval()
+        self.model = _Head(config).eval().to(device)
         parameters = dict(self.model.named_parameters())
         self._trained = {name: parameters[plain] for name, plain in names.items() if plain in parameters}
         self._fixed = {name: t for name, t in stored.items() if name not in self._trained}
@@ -136,9 +137,9 @@ class HeadCopy:
         self.load(stored)
         rows = torch.arange(self.model.lm_head.out_features)
         differences = next((t for name, t in stored.items() if names[name] == "d2t"), torch.zeros_like(rows))
-        self._token_ids, self._vocabulary = rows + differences, config.vocab_size
+        self._token_ids, self._vocabulary = (rows + differences).to(device), config.vocab_size
         with safe_open(_embedding_file(target), "pt") as f:  # as served: one in the head's own is not used
-            self._embed: Tensor = f.get_tensor(_EMBEDDING)
+            self._embed: Tensor = f.get_tensor(_EMBEDDING).to(device)
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -154,7 +155,7 @@ class HeadCopy:
 
     def state(self) -> dict[str, Tensor]:
         """As of a ``DraftCopy``; with what is not trained, so that it is a whole checkpoint."""
-        trained = {name: p.detach().to(self.dtypes[name], copy=True) for name, p in self._trained.items()}
+        trained = {n: p.detach().to("cpu", self.dtypes[n], copy=True) for n, p in self._trained.items()}
         return {**trained, **self._fixed}
 
     @torch.no_grad()
@@ -180,8 +181,9 @@ class HeadCopy:
             tokens[row, :end] = torch.from_numpy(record.tokens[:end].astype("int64"))
             before[row, :end] = torch.from_numpy(record.states.astype("float32"))
         # A head does not read the first token of a text.
-        embedded = fn.embedding(tokens[:, 1:], self._embed).float()
-        every = self.model.unroll(embedded, before[:, :-1], steps)
+        device = self._embed.device
+        embedded = fn.embedding(tokens[:, 1:].to(device), self._embed).float()
+        every = self.model.unroll(embedded, before[:, :-1].to(device), steps)
         return [self._spread(states, records) for states in every]
 
     def _spread(self, states: Tensor, records: Sequence[Record]) -> list[Tensor]:

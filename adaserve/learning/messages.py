@@ -68,6 +68,7 @@ class Settings(msgspec.Struct):
     """What the trainer is started with, as JSON on its command line."""
 
     draft: str
+    device: str  # that it is trained on
     loss: str
     rate: float
     memory_mb: int

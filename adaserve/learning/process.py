@@ -73,9 +73,9 @@ class Process:
         self._resume()
         draft: DraftCopy | HeadCopy
         if settings.target is None:
-            draft = DraftCopy(settings.draft)
+            draft = DraftCopy(settings.draft, settings.device)
         else:
-            draft = HeadCopy(settings.draft, settings.target)
+            draft = HeadCopy(settings.draft, settings.target, settings.device)
         self._began_as = "" if self._versions is None else fingerprint_of(settings.draft)
         self._trainer = Trainer(
             draft,

@@ -198,7 +198,8 @@ class Trainer:
         """[n]: of a draft that says ``logits`` [n, vocab] at the record's positions."""
         if self.recipe.loss == "hard" and record.key:
             return _hard(record, logits, self.sharpening)
-        p, q = draft_reading.target(record), draft_reading.draft(record, logits, record.temperature or 1.0)
+        p = draft_reading.target(record, logits.device)
+        q = draft_reading.draft(record, logits, record.temperature or 1.0)
         kind = losses.LOSSES["forward" if self.recipe.loss == "hard" else self.recipe.loss]
         return losses.loss_of(kind, p, q, greedy=record.temperature == 0)
 
@@ -263,8 +264,10 @@ def verdict(gains: Tensor) -> str:
 
 def _hard(record: Record, logits: Tensor, sharpening: DraftSharpening) -> Tensor:
     scale, spread = map(float, sharpening.reading(record.temperature))
-    noise = draft_reading.noise(record, logits.shape[1]) if record.temperature > 0 else torch.zeros(1)
-    loss = losses.hard_loss(logits, draft_reading.served(record), noise, 1 / scale, spread / scale)
+    noise, device = logits.new_zeros(1), logits.device
+    if record.temperature > 0:
+        noise = draft_reading.noise(record, logits.shape[1], device)
+    loss = losses.hard_loss(logits, draft_reading.served(record, device), noise, 1 / scale, spread / scale)
     return loss * draft_reading.knows_served(record, logits)
 
 

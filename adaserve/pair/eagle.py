@@ -205,7 +205,7 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     length = q.shape[-2]
     if own == 0:
         return fn.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(1 - own)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1 - own)
     scores = [((q * scale) @ keys[0].transpose(-1, -2)).masked_fill(hidden, -torch.inf)]
     later = [(keys[own - i], values[own - i], i) for i in range(own)]
     scores += [(q * scale * shifted(k, i)).sum(-1, keepdim=True) for k, _, i in later]

@@ -89,10 +89,13 @@ def test_a_draft_learns_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CORES_ENV, "0|1")
     refuse_unsupported(arguments(dp_size=2), AdaServeConfig())
     refuse_unsupported(arguments(), AdaServeConfig(learn=True))
-    with pytest.raises(ValueError, match="of a single rank: use --dp-size 1, or leave --learn out"):
-        refuse_unsupported(arguments(dp_size=2), AdaServeConfig(learn=True))
-    with pytest.raises(ValueError, match="learn only on CPU hosts so far: leave --learn out"):
-        refuse_unsupported(arguments(device="cuda"), AdaServeConfig(learn=True))
+    for ranks in ({"dp_size": 2}, {"tp_size": 2, "device": "cuda"}):
+        with pytest.raises(ValueError, match="of a single rank: use --dp-size 1 and --tp-size 1, or leave"):
+            refuse_unsupported(arguments(**ranks), AdaServeConfig(learn=True))
+    on_gpu = AdaServeConfig(learn=True, learn_device="cuda:1")
+    refuse_unsupported(arguments(device="cuda"), on_gpu)
+    with pytest.raises(ValueError, match="has no GPU to train drafts on: leave --adaserve-learn-device out"):
+        refuse_unsupported(arguments(), on_gpu)
 
 
 @pytest.mark.parametrize("drafts", ["model", "self,suffix"])

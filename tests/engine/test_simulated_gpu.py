@@ -18,6 +18,7 @@ import transformers
 
 from tests.engine.conftest import ALONE, POLICIES, TIGHT, adaserve_server
 from tests.engine.harness import Fresh, Job, Probe, Server, run_jobs, workload
+from tests.engine.learning.test_learning import serve_until_judged
 from tests.engine.test_heads import assert_best
 from tests.simulated_gpu import counts, environment, written_s
 
@@ -97,7 +98,10 @@ def test_two_streams_in_the_same_memory_are_seen(tmp_path: Path) -> None:
     assert run_script(TWO_STREAMS, tmp_path).split() == ["True", "False"] * 3
 
 
-OTHERS = ("eagle3", "mtp", "medusa", "self")
+OTHERS = ("eagle3", "mtp", "medusa", "self", "learning")
+DRAFTED = ("model", "learning")
+"""By a model."""
+LEARNS = {"learn": True, "learn_device": "cuda", "learn_share": 1.0, "learn_nice": 0, "learn_memory_mb": 16}
 
 
 @dataclass(frozen=True)
@@ -128,12 +132,14 @@ def counted_by_now(report: Path) -> Counter[str]:
     params=["model", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
 )
 def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
-    """All policies in turn but for chains of four, little KV. ``self``: the target drafts for itself."""
+    """All policies in turn but for chains of four, little KV. ``self``: the target drafts for itself.
+    ``learning``: the draft's weights are exchanged again and again, and a trainer on the GPU makes others."""
     name, report = request.param, tmp_path_factory.mktemp("reports") / "report"
-    folders = {"model": "pair", "self": "pair", "mtp": "mtp_pair"}
+    folders = {"model": "pair", "self": "pair", "learning": "pair", "mtp": "mtp_pair"}
     models: Path = request.getfixturevalue(folders.get(name, "headed_pair"))
-    draft = {"model": "noisy", "eagle3": "eagle3", "mtp": "target"}.get(name)
-    others = {"medusa": {"medusa": str(models / "medusa")}, "self": ALONE}.get(name, {})
+    draft = {"model": "noisy", "learning": "noisy", "eagle3": "eagle3", "mtp": "target"}.get(name)
+    others = {"medusa": {"medusa": str(models / "medusa")}, "self": ALONE, "learning": LEARNS}.get(name, {})
+    swaps = {"swap": [7, str(models / "target"), str(models / "noisy")]} if name == "learning" else {}
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(f"gpu_{name}"),
         models,
@@ -142,6 +148,7 @@ def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         {
             "rotate": [*POLICIES[:-1], *["none"] * 3, *["priced"] * 6],
             "audit_every": 1 << 30,  # the audit is the CPU's
+            **swaps,
         },
         **{**TIGHT, **CUDA},
     )
@@ -166,7 +173,7 @@ def test_greedy_is_the_target_alone(gpu: Simulated) -> None:
     assert state["captured"] and state["attention"] == "triton"
     assert all(graphs["graphs"] > 8 for graphs in (*state["draft_graphs"], state["verification_graphs"]))
     stats = gpu.probe.read()
-    assert (stats["early"] > 10) == (gpu.name == "model") and stats["ahead"] > 10
+    assert (stats["early"] > 10) == (gpu.name in DRAFTED) and stats["ahead"] > 10
     assert stats["taken_all"] > 10
     assert stats["accepted"] >= gpu.accepted and len(stats["depths"]) >= 2, "next to nothing was drafted"
 
@@ -176,11 +183,12 @@ def test_prompts_are_read_from_graphs(gpu: Simulated) -> None:
     model has layers; none where a head drafts."""
     log, folders = gpu.server.log.read_text(), {"target": "target", "draft": "noisy"}
     captured = [name for name in folders if f"Capture {name} prefill CUDA graph end" in log]
-    assert captured == {"model": ["target", "draft"], "self": ["target"]}.get(gpu.name, [])
+    expected = {"self": ["target"], **{name: ["target", "draft"] for name in DRAFTED}}
+    assert captured == expected.get(gpu.name, [])
     configs = [gpu.target.with_name(folders[name]) / "config.json" for name in captured]
     layers = [json.loads(config.read_text())["num_hidden_layers"] for config in configs]
     of_prompts = gpu.server.internal_state()["adaserve"]["device"]["prompt_graphs"]
-    assert len(of_prompts) == (2 if gpu.name == "model" else 1)
+    assert len(of_prompts) == (2 if gpu.name in DRAFTED else 1)
     assert all(graphs["graphs"] > 8 for graphs in of_prompts)
     prompt, greedy = list(range(100, 150)), {"max_new_tokens": 1, "temperature": 0}
     before = gpu.counted()
@@ -214,7 +222,17 @@ def test_what_an_iteration_waits_for(gpu: Simulated) -> None:
     waits = {what: n for what, n in found.items() if what in ("wait for an event", "wait for a stream")}
     assert sum(waits.values()) <= MOST_WAITS * iterations + 8, (iterations, waits)
     ours = {w: n for w, n in found.items() if w.startswith("wait in") or w.startswith("wait for a copy")}
-    often = [w for w, n in ours.items() if n > iterations // 2 and "engine/" in w]
+    # The probe makes drafts ready between iterations, a server beside them.
+    often = [w for w, n in ours.items() if n > iterations // 2 and "engine/" in w and "swap.py" not in w]
     assert often == [], "an iteration waits for more; a prefill may"
     assert found["launch graph"] >= iterations > 8
+    assert not [what for what in gpu.counted() - gpu.at_start if what.startswith("race")]
+
+
+def test_drafts_are_trained_and_judged_on_the_gpu(gpu: Simulated) -> None:
+    if gpu.name != "learning":
+        pytest.skip("it learns nothing")
+    now = serve_until_judged(gpu.server, workload(60, seed=17, max_new=40))
+    assert now["requests"] >= 32 and 0 < now["judged"][-1]["first"] <= 4
+    assert gpu.probe.read()["poisoned"] and now["rejected"] >= 1
     assert not [what for what in gpu.counted() - gpu.at_start if what.startswith("race")]

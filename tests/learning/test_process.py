@@ -54,6 +54,7 @@ class Line:
         self.connection, theirs = ends()
         self._settings = Settings(
             str(draft),
+            "cpu",
             "jsd",
             rate,
             memory_mb,

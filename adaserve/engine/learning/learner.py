@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine.cpu.swap import Weights, exchange, prepared, require_fit, served
+from adaserve.engine.learning.swap import Swap, require_fit
 from adaserve.engine.learning.tap import Tap
 from adaserve.engine.learning.trainer_link import TrainerLink, bytes_of
 from adaserve.engine.sources.beam import BeamSource
@@ -39,7 +39,7 @@ TIGHT = 0.9
 class _Draft:
     """What is exchanged: weights, and how logits are read."""
 
-    weights: Weights
+    weights: Any  # as of the ``Swap``
     sharpening: DraftSharpening
 
 
@@ -48,14 +48,14 @@ class _Offer:
     """A candidate that is made ready beside the iterations."""
 
     candidate: Candidate
-    ready: Future[tuple[Weights, File]]
+    ready: Future[tuple[Any, File]]
 
 
 class Learner:
     """Owns the line to the trainer, which the ``tap`` feeds; exchanges the draft's weights and how they are
     read.
 
-    ``model``: the draft as SGLang has loaded it; ``source`` drafts with it. ``folder``: of its checkpoint.
+    ``weights``: of the draft; ``source`` drafts with them. ``folder``: of its checkpoint.
     ``target``, where it is a head: the target's checkpoint.
     """
 
@@ -63,13 +63,13 @@ class Learner:
         self,
         config: AdaServeConfig,
         tap: Tap,
-        model: Any,
+        weights: Swap,
         source: BeamSource,
         folder: str,
         stats: SLOStats,
         target: str | None,
     ) -> None:
-        require_learnable(model, folder, target)
+        require_learnable(weights.model, folder, target)
         if config.learn_folder is not None:  # while what is wrong with it can still be said
             versions = Versions(Path(config.learn_folder))
             versions.claim()
@@ -77,8 +77,8 @@ class Learner:
                 versions.current(folder)
             except DamagedError as error:
                 logger.warning("AdaServe: %s, so the draft starts from its original weights", error)
-        self._tap, self._model, self._source, self._stats = tap, model, source, stats
-        self.link = TrainerLink(config, folder, bytes_of(model), target)
+        self._tap, self._weights, self._source, self._stats = tap, weights, source, stats
+        self.link = TrainerLink(config, folder, bytes_of(weights.model), target)
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # what a candidate must look like
         self._looked_s = 0.0
         self._first = self._serving()
@@ -151,11 +151,11 @@ class Learner:
             *scores, message.verdict,
         )  # fmt: skip
 
-    def _prepared(self, shared: File) -> tuple[Weights, File]:
+    def _prepared(self, shared: File) -> tuple[Any, File]:
         """Beside the iterations, which this does not stop. The trainer leaves the memory as it is until it
         has its answer, and the array keeps it where the trainer is gone."""
         file = shared.copy()  # by numpy, which lets other threads run: copies by Python itself stop them
-        return prepared(self._model, checked(file, self.tensors)), file
+        return self._weights.prepared(checked(file, self.tensors)), file
 
     def _swap(self, offer: _Offer) -> None:
         self._offer, candidate = None, offer.candidate
@@ -183,10 +183,10 @@ class Learner:
         self.link.say(Answer(candidate.number, taken=True))
 
     def _serving(self) -> _Draft:
-        return _Draft(served(self._model), self._source.sharpening)
+        return _Draft(self._weights.served(), self._source.sharpening)
 
     def _exchange(self, draft: _Draft) -> None:
-        exchange(self._model, draft.weights)
+        self._weights.exchange(draft.weights)
         self._source.sharpening = draft.sharpening
 
     def _report(self) -> None:

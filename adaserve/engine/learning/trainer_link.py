@@ -134,8 +134,8 @@ class TrainerLink:
             if served is not None:
                 shared[: len(served[1])] = served[1].data
             settings = Settings(
-                self._folder, config.learn_loss, config.learn_rate, config.learn_memory_mb,
-                config.learn_folder, ring, weights, theirs.fileno(), self._target,
+                self._folder, config.learn_device, config.learn_loss, config.learn_rate,
+                config.learn_memory_mb, config.learn_folder, ring, weights, theirs.fileno(), self._target,
                 None if served is None else served[0],
             )  # fmt: skip
             process = subprocess.Popen(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from adaserve.engine.cpu import LeanModel, ModelConfig, ModelWeights
 from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
-from adaserve.engine.cpu.swap import EMBEDDING, exchange, prepared, require_fit, served
+from adaserve.engine.cpu.swap import CpuSwap
+from adaserve.engine.learning.swap import EMBEDDING, require_fit
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, read_hf, run
 
 PADDING = 5
@@ -49,13 +50,14 @@ def state_of(model: Any) -> dict[str, Tensor]:
 
 def test_every_parameter_is_exchanged_and_back() -> None:
     model, other = Served(hf_model("qwen2", seed=1)), Served(hf_model("qwen2", seed=2))
-    before = served(model)
+    swap = CpuSwap(model)
+    before = swap.served()
     kept = {name: t.clone() for name, t in before.params.items()}
-    exchange(model, prepared(model, state_of(other.hf)))
+    swap.exchange(swap.prepared(state_of(other.hf)))
     assert dict(model.named_parameters()).keys() == dict(other.named_parameters()).keys()
     for (name, one), (_, right) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(one, right), name
-    exchange(model, before)
+    swap.exchange(before)
     assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
 
 
@@ -68,7 +70,8 @@ def test_a_draft_that_knows_some_tokens_gets_their_rows(output: str) -> None:
     model.hot_token_id = ids
     state.setdefault(output, torch.randn_like(state[EMBEDDING]))
     require_fit(model, {name: tuple(t.shape) for name, t in state.items()})
-    exchange(model, prepared(model, state))
+    swap = CpuSwap(model)
+    swap.exchange(swap.prepared(state))
     new = dict(model.named_parameters())
     assert torch.equal(new["lm_head.weight"], state[output][ids])
     assert torch.equal(new[EMBEDDING][:-PADDING], state[EMBEDDING])
@@ -83,9 +86,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(name: str) -> None:
         if "embed" in name and len(wrong) < 100:
             continue  # fewer rows could be padding
         with pytest.raises((ValueError, RuntimeError)):
-            prepared(model, state | {name: wrong})
+            CpuSwap(model).prepared(state | {name: wrong})
     with pytest.raises(ValueError, match="there is no"):
-        prepared(model, {n: t for n, t in state.items() if n != name})
+        CpuSwap(model).prepared({n: t for n, t in state.items() if n != name})
     assert all(torch.equal(p, kept[n]) for n, p in model.named_parameters())
 
 
@@ -123,9 +126,10 @@ def test_our_kernels_draft_with_the_new_weights(monkeypatch: pytest.MonkeyPatch)
     lean = LeanModel(*read(model))
     object.__setattr__(model, LEAN_ATTRIBUTE, lean)
     before = logits(lean)
-    new, old = prepared(model, state_of(other)), served(model)
+    swap = CpuSwap(model)
+    new, old = swap.prepared(state_of(other)), swap.served()
     assert torch.equal(logits(lean), before), "preparing changes nothing"
-    exchange(model, new)
+    swap.exchange(new)
     assert torch.equal(logits(lean), logits(LeanModel(*read_hf(other))))
-    exchange(model, old)
+    swap.exchange(old)
     assert torch.equal(logits(lean), before)

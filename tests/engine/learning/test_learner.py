@@ -40,7 +40,8 @@ def test_a_draft_whose_training_would_be_in_vain_is_refused(tmp_path: Path) -> N
         ("nowhere", model, "nowhere"),
     ):
         with pytest.raises(UnsupportedError, match=rf"(?s)cannot learn \(.*{why}.*: leave --learn out"):
-            Learner(AdaServeConfig(), unused, served, unused, str(tmp_path / folder), unused, None)
+            weights: Any = SimpleNamespace(model=served)
+            Learner(AdaServeConfig(), unused, weights, unused, str(tmp_path / folder), unused, None)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_what_a_trainer_has_learned_counts_after_its_end() -> None:
     assert (learner.state.requests, learner.state.tokens, learner.state.updates) == (192, 1920, 13)
 
 
-def test_a_candidate_is_read_beside_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_is_read_beside_the_iterations() -> None:
     """No byte of it is copied between two of them, and none is missed when the trainer has its answer."""
     state = {"w": torch.arange(6.0).reshape(2, 3), "d2t": torch.tensor([1, 2]), "t2d": torch.ones(3).bool()}
     file = to_bytes(state)
@@ -93,8 +94,8 @@ def test_a_candidate_is_read_beside_the_iterations(monkeypatch: pytest.MonkeyPat
     learner: Any = Learner.__new__(Learner)
     learner.link = SimpleNamespace(weights=shared, say=lambda _: None)
     learner._helper = SimpleNamespace(submit=lambda *call: later.append(call))
-    learner._model, learner.tensors = None, {n: (str(t.dtype)[6:], tuple(t.shape)) for n, t in state.items()}
-    monkeypatch.setattr("adaserve.engine.learning.learner.prepared", lambda _, tensors: tensors)
+    learner._weights = SimpleNamespace(prepared=lambda tensors: tensors)
+    learner.tensors = {n: (str(t.dtype)[6:], tuple(t.shape)) for n, t in state.items()}
     learner.take_in(Candidate(7, len(file), 1.5, 1.4, Correction()))
     shared[: len(file)] = file  # nothing has read it yet
     learner.link.weights = None  # the trainer is gone

@@ -16,7 +16,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.engine.conftest import Served, adaserve_server
+from adaserve.host.device import DEVICE_PATH_ENV
+from tests.engine.conftest import POLICIES, Served, adaserve_server
 from tests.engine.harness import Job, Server, Zygote, run_jobs, whole_texts, workload
 from tests.engine.test_greedy import assert_same
 from tests.engine.test_heads import assert_best
@@ -66,6 +67,21 @@ def learning_head(
     )
     with server.running(zygote):
         yield Served("learning_head", server, probe)
+        server.assert_idle_and_clean()
+
+
+@pytest.fixture(params=["noisy", pytest.param("eagle3", marks=pytest.mark.slow)])
+def by_gpu_code(
+    request: pytest.FixtureRequest, zygote: Zygote, headed_pair: Path, pair: Path, tmp_path: Path
+) -> Iterator[tuple[Served, Path]]:
+    """The code of GPUs on a CPU, under policies of every kind; and the target's folder."""
+    name = str(request.param)
+    models = headed_pair if name == "eagle3" else pair
+    options = {"rotate": POLICIES, "swap": [7, str(models / name)], "audit_every": 1 << 20}
+    server, probe = adaserve_server(tmp_path, models, name, LEARNING, options, overlap=True)
+    server.environment[DEVICE_PATH_ENV] = "1"
+    with server.running(zygote):
+        yield Served(name, server, probe), models / "target"
         server.assert_idle_and_clean()
 
 
@@ -137,6 +153,22 @@ def test_a_head_learns_and_texts_stay_the_targets(
     assert 0 < now["judged"][-1]["first"] <= 4
     stats = learning_head.probe.read()
     assert stats["poisoned"] and stats["accepted"] > 50, "the head's drafts were never right"
+
+
+def test_the_code_of_gpus_learns_and_texts_stay_the_targets(
+    by_gpu_code: tuple[Served, Path], jobs: list[Job]
+) -> None:
+    """What is recorded comes with outcomes that nobody has waited for."""
+    served, folder = by_gpu_code
+    wait_until(lambda: state(served.server).get("trainer") == "running", served.server)
+    target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert_best(target, jobs, run_jobs(served.server, jobs))
+    now = serve_until_judged(served.server, jobs)
+    assert now["requests"] >= 32 and now["tokens"] > 32 * 8 and 0 < now["judged"][-1]["first"] <= 4
+    stats = served.probe.read()
+    assert stats["poisoned"] and now["rejected"] >= 1
+    assert stats["ahead"] > 10 and stats["taken_all"] > 10, "while it learned, the device waited for the host"
+    assert (stats["early"] > 10) == (served.name == "noisy"), "a head reads first what was accepted"
 
 
 def test_candidates_are_judged_on_what_was_served(learning: Served, jobs: list[Job]) -> None:

@@ -185,15 +185,15 @@ def probed(base: type) -> type:
         def _swap(self, every: int, *folders: str) -> None:
             from safetensors.torch import load_file
 
-            from adaserve.engine.cpu.swap import exchange, prepared
+            from adaserve.engine.worker import swap_of
 
             self.stats["looks"] = looks = self.stats.get("looks", 0) + 1
             if self.learner.tensors and not self.stats.get("poisoned"):
                 self._poison()
             if looks % every == 0:
                 folder = folders[looks // every % len(folders)]
-                model = self._draft_worker.models[0].runner.model
-                exchange(model, prepared(model, load_file(f"{folder}/model.safetensors")))
+                swap = swap_of(self._draft_worker.models[0].runner.model)
+                swap.exchange(swap.prepared(load_file(f"{folder}/model.safetensors")))
 
         def _poison(self) -> None:
             """What a trainer that has gone mad would offer."""
