@@ -110,6 +110,15 @@ def test_a_missing_extra_is_named_in_one_sentence(monkeypatch: pytest.MonkeyPatc
     assert done.stderr == "error: adaserve demo needs locust: pip install 'adaserve[bench]'\n"
 
 
+def test_a_clone_has_all_packages_where_it_hides_the_installed_ones(built: Path) -> None:
+    """As for `python -m sglang.launch_server` in the folder of a clone, after `pip install .`."""
+    names = ["adaserve.scheduler", "adaserve.patches", "adaserve.loadgen"]
+    code = f"import importlib.util as u; print([u.find_spec(n) is not None for n in {names}])"
+    source = built.parent / "source"
+    out = subprocess.check_output([sys.executable, "-S", "-c", code], cwd=source, env={}, text=True)
+    assert out.strip() == "[True, True, True]"
+
+
 def test_bare_folders_are_no_modules(tmp_path: Path) -> None:
     names = ["scheduler", "patches", "loadgen"]
     code = f"import importlib.util as u; print([n for n in {names} if u.find_spec(n)])"
