@@ -10,6 +10,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import MutableMapping
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -316,6 +317,8 @@ def main() -> None:
     # A mark in place of what the terminal's encoding lacks: no result is lost for a name in another script.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
+    # SGLang's, about hardware that is not here.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
     # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     die_with_parent()  # a replica of a fleet, which becomes a server only after seconds, or minutes

@@ -66,6 +66,13 @@ def test_files_of_the_present_folder_are_no_modules_of_what_is_started(tmp_path:
     subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True)
 
 
+def test_what_sglang_warns_of_when_it_is_imported_is_not_shown() -> None:
+    warn = "warnings.warn_explicit('Only CUDA', UserWarning, 'awq.py', 53, module='sglang.srt.layers.awq')"
+    code = f"import warnings; from adaserve import cli; cli.app = lambda: {warn}; cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stderr
+
+
 def test_serve_and_the_settings_have_the_same_defaults() -> None:
     """Each stands twice, since help must not wait for the settings' module."""
     fields = AdaServeConfig.model_fields
