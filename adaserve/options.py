@@ -79,7 +79,7 @@ Budget = Annotated[
 ]
 Weights = Annotated[
     str,
-    about_weights("How a CPU host stores weights: auto, fp32, fp16 or bf16."),
+    about_weights("How a CPU host stores weights: auto, fp32, fp16 or bf16; off: SGLang computes, slower."),
 ]
 DraftWeights = Annotated[
     str,
