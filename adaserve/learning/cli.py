@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from adaserve.commands import empty_folder
 from adaserve.terminal import say
@@ -29,7 +29,8 @@ def history(folder: Folder) -> None:
     if not (known := versions.history()):
         say(console, f"{folder} holds no versions yet")
         return
-    table = Table("version", "when", "accepted", "before it", "first draft", "tokens learned", "weights")
+    names = ("version", "when", "accepted", "before it", "first draft", "tokens", "weights")
+    table = Table(*(Column(name, no_wrap=" " not in name) for name in names))
     for v in known:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(v.at))
         scores = (f"{s:.3f}" for s in (v.score, v.replaced, v.first))

@@ -91,7 +91,7 @@ class Versions:
     def choose(self, number: int) -> None:
         """Makes a version current when the next server claims the folder, whatever this one still adds. 0 is
         the draft as it came. Raises VersionError."""
-        if number:
+        if number or not self.history():
             self._known(number)
         _replace(self.folder / _CHOSEN, str(number).encode())
 

@@ -201,11 +201,13 @@ def test_the_commands(tmp_path: Path) -> None:
     save_drafts(tmp_path / "draft")
     draft = DraftCopy(str(tmp_path / "draft"))
     state = {name: tensor + 0.25 for name, tensor in draft.state().items()}
-    assert "no versions yet" in CliRunner().invoke(app, ["draft", "history", str(tmp_path)]).stdout
+    run, kept = CliRunner().invoke, str(tmp_path / "kept")
+    assert "no versions yet" in run(app, ["draft", "history", str(tmp_path)]).stdout
+    assert run(app, ["draft", "load", str(tmp_path), "0"]).exit_code == 2, "of another folder"
     versions = Versions(tmp_path / "kept")
     versions.add(to_bytes(state), version(str(tmp_path / "draft"), 1.234))
-    run, kept = CliRunner().invoke, str(tmp_path / "kept")
-    assert "1.234" in run(app, ["draft", "history", kept]).output
+    shown = run(app, ["draft", "history", kept], env={"COLUMNS": "80"}).output
+    assert "1.234" in shown and "…" not in shown
     assert run(app, ["draft", "save", kept, "1", str(tmp_path / "out")]).exit_code == 0
     exported = DraftCopy(str(tmp_path / "out")).state()
     assert all(torch.equal(exported[name], tensor) for name, tensor in state.items())
