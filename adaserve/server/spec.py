@@ -61,11 +61,12 @@ class ServerSpec:
         for path in (self.model, self.draft):
             if path is not None and (why := why_no_model(path)) is not None:
                 raise ServerError(why)
-        if self.model is None and self.draft is not None:
-            raise ServerError("a draft model needs a target of the same family: give --model-path as well")
+        if self.model is None and self.draft is not None and not os.path.isdir(self.draft):
+            raise ServerError(f"{self.draft} is no draft of the embedded target: give --model-path as well")
         if self.model is None and self.config.draft_kind == "mtp":
             raise ServerError("the embedded target has no MTP layer: give a --model-path that has one")
-        if self.model is not None and (self.draft is not None) != self.config.has_model:
+        own = self.model is not None or self.draft is not None
+        if own and (self.draft is not None) != self.config.has_model:
             raise ServerError(
                 f"drafts are {self.config.drafts}: "
                 + (
@@ -90,7 +91,7 @@ class ServerSpec:
 
     def _draft_folder(self) -> str | None:
         """Where Medusa heads may be: the embedded ones only where they are asked for."""
-        if self.embedded and self.config.draft_kind == "medusa":
+        if self.embedded and self.draft is None and self.config.draft_kind == "medusa":
             from adaserve.pair.folders import MEDUSA
             from adaserve.pair.widen import shipped_draft
 
@@ -143,7 +144,7 @@ class ServerSpec:
 
         heads = {"eagle3": HEAD, "medusa": MEDUSA}
         target, draft = ensure_embedded_pair(self.size, draft=heads.get(self.config.draft_kind, "draft"))
-        return str(target), str(draft)
+        return str(target), self.draft or str(draft)
 
     def environment(self) -> dict[str, str]:
         """The environment of the server: our configuration, quiet start, sane threads."""

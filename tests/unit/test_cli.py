@@ -92,6 +92,21 @@ def test_two_draft_models(started: list[list[str]], tmp_path: Path) -> None:
     assert (config["second_draft"], config["drafts"]) == (str(tmp_path), "model")
 
 
+def test_the_embedded_target_takes_a_draft_that_was_trained_for_it(
+    started: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From `adaserve draft save` or `adaserve pair`: nobody knows where in the cache its target is."""
+    monkeypatch.setattr("adaserve.pair.widen.ensure_embedded_pair", lambda size, draft: ("target", "ours"))
+    (tmp_path / "config.json").write_text("{}")
+    serve = ["serve", "--draft-model-path", str(tmp_path)]
+    assert CliRunner().invoke(app, serve).exit_code == 0
+    (command,) = started
+    for flag, path in (("--model-path", "target"), ("--speculative-draft-model-path", str(tmp_path))):
+        assert command[command.index(flag) + 1] == path
+    refused = CliRunner().invoke(app, [*serve, "--drafts", "suffix"])
+    assert refused.exit_code == 2 and "leave out --draft-model-path" in refused.output and len(started) == 1
+
+
 def test_what_the_draft_reads_is_a_flag(started: list[list[str]]) -> None:
     serve = ["serve", "--model-path", "m", "--draft-model-path", "d", "--draft-window"]
     refused = CliRunner().invoke(app, [*serve, "7"])
@@ -166,6 +181,7 @@ def test_a_second_draft_model_that_cannot_be_served(
         ["serve", "--model-path", "some/folder/below"],
         ["profile", "--model-path", "."],
         ["serve", "--draft-model-path", "~user/model", "--model-path", "m"],
+        ["serve", "--draft-model-path", "lab/draft"],
         ["serve", "--record", "nowhere/iterations.jsonl"],
         ["serve", "--record-requests", "."],
     ],
