@@ -92,9 +92,6 @@ class KeptAnswers:
         self._kept: dict[Headers, list[Message]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await send({"type": "websocket.close"})
-            return
         headers = self._read(dict(scope["headers"]))
         async with self._one_by_one:
             start_s = self._clock()

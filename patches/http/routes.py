@@ -8,6 +8,8 @@ Why: many control routes hand what a client sends to the scheduler, where a wron
 open to everybody when the server has no key. Those for features that ADASERVE refuses at the start (LoRA,
 disaggregation, ...) or cannot follow (weights that it has packed) can only do harm.
 
+WebSockets are refused: SGLang asks for no key there (its only one, /v1/realtime, transcribes speech).
+
 Methods that nobody serves get 405: SGLang would keep each as a label of its metrics (``metric_labels.py``).
 """
 
@@ -21,6 +23,7 @@ from typing import Any
 from jinja2 import TemplateError
 from sglang.srt.plugins.hook_registry import HookType
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from adaserve.asgi import put_around, route_path
 from adaserve.boundary import RequestError
@@ -156,10 +159,11 @@ class Routes:
         self._app, self._refused = app, refused_routes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self._refusal(scope) if scope["type"] == "http" else None
-        await (refused or self._app)(scope, receive, send)
+        await (self._refusal(scope) or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
+        if scope["type"] != "http":
+            return WebSocketClose() if scope["type"] == "websocket" else None
         if {b"transfer-encoding", b"content-length"} <= {name for name, _ in scope["headers"]}:
             return refusal(TWO_LENGTHS, headers={"connection": "close"})
         if scope["method"] not in METHODS:

@@ -143,14 +143,3 @@ def test_what_is_kept_is_little() -> None:
             accept=b"application/openmetrics-text;version=1.%d" % i, accept_encoding=b"gzip, x%d" % i
         )
     assert len(metrics.headers) == 2
-
-
-def test_a_websocket_is_turned_away() -> None:
-    """Prometheus' app falls over it."""
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(Metrics().app({"type": "websocket", "headers": []}, None, send))  # type: ignore[arg-type]
-    assert sent == [{"type": "websocket.close"}]

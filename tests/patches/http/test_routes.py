@@ -21,7 +21,9 @@ from adaserve.patches.http import routes
 from adaserve.patches.http.admin_access import _guarded
 
 
-def refused(path: str = "/generate", method: str = "POST", *headers: tuple[bytes, bytes]) -> Any:
+def refused(
+    path: str = "/generate", method: str = "POST", *headers: tuple[bytes, bytes], kind: str = "http"
+) -> Any:
     """How the answer to a request begins that is not passed on; None for one that is."""
     passed: list[str] = []
     sent: list[Any] = []
@@ -35,10 +37,16 @@ def refused(path: str = "/generate", method: str = "POST", *headers: tuple[bytes
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": path, "headers": list(headers)}
+    scope = {"type": kind, "method": method, "path": path, "headers": list(headers)}
     asyncio.run(routes.Routes(app)(scope, receive, send))
     assert passed == ([] if sent else [path])
     return sent[0] if sent else None
+
+
+def test_websockets_are_refused() -> None:
+    """SGLang asks for no key there, and Prometheus' app falls over them."""
+    assert refused("/v1/realtime", "GET", kind="websocket")["type"] == "websocket.close"
+    assert refused(kind="lifespan") is None
 
 
 @pytest.mark.parametrize(
