@@ -74,15 +74,18 @@ def test_a_message_calls_a_tool_with_an_object(arguments: str | None) -> None:
     assert (block.type, block.input) == ("tool_use", {"a": 1} if arguments == '{"a": 1}' else {})
 
 
-def chat(properties: int) -> ChatCompletionRequest:
-    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
+def chat(schema: Any) -> ChatCompletionRequest:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     return ChatCompletionRequest.model_validate(
         {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}
     )
 
 
-def test_tools_that_take_long_to_check_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def wide(properties: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
+
+
+def test_tools_that_cannot_be_checked_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's check of 4,000 properties takes a second."""
     monkeypatch.setattr(serving_chat, "get_model", lambda: SimpleNamespace(context_length=256))
     serving: Any = object.__new__(OpenAIServingChat)
@@ -90,7 +93,9 @@ def test_tools_that_take_long_to_check_are_given_up(monkeypatch: pytest.MonkeyPa
     serving.tokenizer_manager = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=False))
     original = OpenAIServingChat._validate_request
     started_s = time.process_time()
-    told = _checked(original, serving, chat(4000))
+    told = _checked(original, serving, chat(wide(4000)))
     assert told is not None and told.startswith("tools are refused, send fewer or smaller ones")
     assert time.process_time() - started_s < 0.5
-    assert _checked(original, serving, chat(10)) is None
+    assert _checked(original, serving, chat(wide(10))) is None
+    assert _checked(original, serving, chat(None)) is None
+    assert "the parameters of 'f' must be" in (_checked(original, serving, chat(True)) or "")
