@@ -11,7 +11,7 @@ from adaserve.engine.gpu.grow_kernel import grow_fused
 from adaserve.engine.levels import Levels
 from adaserve.engine.trees.shape import tree_shape
 
-for depth, width in ((1, 3), (5, 1), (4, 2), (5, 3), (8, 8)):
+for depth, width in ((1, 3), (5, 1), (4, 2), (5, 3), (8, 8), (2, 16)):
     found = check_beams(3, depth, width, torch.device("cpu"))
     assert found["right"], found
 
@@ -33,8 +33,8 @@ for offer, tokens, parents in (
 
 COMPILED = """
 import torch
-from adaserve.engine.gpu.grow_kernel import _block, _grow
-from tests.engine.gpu.compiling import compiles_once
+from adaserve.engine.gpu.grow_kernel import PART, _block, _grow
+from tests.engine.gpu.compiling import compiles_once, kind_of, spilled_bytes
 
 cases = []
 found, visible = torch.zeros(3, 4, 15, dtype=torch.int64), torch.zeros(4, 15, 16, dtype=torch.uint8)
@@ -42,8 +42,10 @@ for width, start in ((1, 1), (3, 0), (16, 1)):
     logprob, token = torch.zeros(99)[start:], torch.zeros(99, dtype=torch.int64)[start:]
     numbers = (9, 3, 1, 9, 3, 1, 60, 15, 16, 0, width, width, width, width)
     tensors = found, found.double(), visible, logprob, token
-    cases.append((*tensors, *numbers, _block(9), _block(16)))
+    cases.append((*tensors, *numbers, _block(9), _block(16), 16))
 assert compiles_once(_grow, *cases)
+widest = kind_of(_grow, *cases[-1][:-3], _block(16 * 16), _block(1 + 5 * 16), PART)
+assert spilled_bytes(_grow, widest, num_warps=16) < 1000
 """
 
 
