@@ -927,6 +927,10 @@ def test_commands() -> None:
         assert f"--speculative-eagle-topk {topk}" in flags[kind]
         headed = spec_of(Pair("target", "head", "cuda", given, "eagle3"), kind).command()
         assert "EAGLE3" in headed and "STANDALONE" not in headed and given[0] in headed
+    given = ("--adaserve-drafts", "self", "--adaserve-draft-window=64", "--x", "1")
+    alone = spec_of(Pair("target", "draft", "cuda", given), ADASERVE)
+    assert alone.draft is None and alone.config.has_self and alone.config.draft_window == 64
+    assert alone.extra == given[-2:]
 
 
 def test_few_requests_are_asked_more_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from adaserve.bench.servers import running
 from adaserve.checkpoints.draft_kind import DraftKind
+from adaserve.config import AdaServeConfig
 from adaserve.host.device import PROFILE_ROUTES_ENV
 from adaserve.server import ServerProcess, ServerSpec
 
@@ -52,16 +54,25 @@ def spec_of(pair: Pair, kind: str) -> ServerSpec:
     spec = ServerSpec(pair.target, pair.draft, extra=flags)
     if kind in TREES:
         algorithm = OWN_ALGORITHM[pair.kind]
-        own = _without_map(flags) if algorithm == "STANDALONE" else flags
-        return replace(spec, algorithm=algorithm, extra=(*own, *TREES[kind]))
-    return spec if kind == ADASERVE else replace(spec, algorithm=None)
+        if algorithm == "STANDALONE":
+            # It does not keep the listed tokens' rows, and takes the numbers of all for theirs.
+            _, flags = _apart(flags, "--speculative-token-map")
+        return replace(spec, algorithm=algorithm, extra=(*flags, *TREES[kind]))
+    if kind == PLAIN:
+        return replace(spec, algorithm=None)
+    # Without a draft model, where others draft.
+    ours, flags = _apart(flags, "--adaserve-drafts", "--adaserve-draft-window")
+    config = AdaServeConfig(**ours)
+    return replace(spec, draft=pair.draft if config.has_model else None, config=config, extra=flags)
 
 
-def _without_map(flags: tuple[str, ...]) -> list[str]:
-    """SGLang's STANDALONE does not keep the listed tokens' rows, and takes the numbers of all for theirs."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--speculative-token-map")
-    return parser.parse_known_args(flags)[1]
+def _apart(flags: tuple[str, ...], *names: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the flags with such names say, by the settings that they are, and the others."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name in names:
+        parser.add_argument(name, dest=name.removeprefix("--adaserve-").replace("-", "_"))
+    given, others = parser.parse_known_args(flags)
+    return vars(given), (*others,)
 
 
 @contextmanager
