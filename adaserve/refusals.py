@@ -198,7 +198,11 @@ def _of_http(args: Any) -> Refusals:
 
 
 def _of_engine(args: Any) -> Refusals:
-    yield (args.page_size or 1) > 1, f"page size {args.page_size} is not supported: use --page-size 1"
+    yield (
+        (args.page_size or 1) > 1,
+        f"page size {args.page_size} is not supported: use --page-size 1, and no --attention-backend that "
+        "needs larger pages, such as trtllm_mha",
+    )
     yield (
         bool(args.enable_lora or args.lora_paths),
         "LoRA adapters are not supported: remove --enable-lora and --lora-paths",

@@ -275,7 +275,7 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
     ("changes", "remedy"),
     [
         ({"speculative_draft_model_path": None}, "--speculative-draft-model-path"),
-        ({"page_size": 16}, "--page-size 1"),
+        ({"page_size": 16}, "--page-size 1, and no --attention-backend"),
         ({"lora_paths": ["x"]}, "--lora-paths"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"tp_size": 2}, "--tp-size 1"),
