@@ -95,7 +95,11 @@ unset PYTHONDONTWRITEBYTECODE
 export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 COLUMNS=${COLUMNS:-120}
 if [ "$device" = cuda ]; then
   export PYTHONPATH=$PWD/site${PYTHONPATH:+:$PYTHONPATH}
-  export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 FLASHINFER_CUDA_ARCH_LIST=${FLASHINFER_CUDA_ARCH_LIST:-9.0a}
+  export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
+  # FlashInfer asks other GPUs itself what they are.
+  case $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null) in
+    9.0* | "") export FLASHINFER_CUDA_ARCH_LIST=${FLASHINFER_CUDA_ARCH_LIST:-9.0a} ;;
+  esac
   # SGLang's compiled radix tree was made for torch 2.14, and misreads the tensors of 2.11.
   export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
   export XDG_CACHE_HOME=${XDG_CACHE_HOME:-$PWD/.local/cache}

@@ -99,6 +99,16 @@ def test_a_kernel_that_fails_changes_the_rest(host: Path) -> None:
     assert " --again " in run(host, "profile", PYTHON=fake, PAIR="small", AGAIN="1").stdout
 
 
+@pytest.mark.parametrize(("capability", "listed"), [("9.0", "9.0a"), ("8.9", "none")])
+def test_kernels_are_compiled_for_the_gpu_that_is_there(host: Path, capability: str, listed: str) -> None:
+    fake = fake_python(host, 'echo "for ${FLASHINFER_CUDA_ARCH_LIST:-none}"')
+    smi = host / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho {capability}\n")
+    smi.chmod(0o755)
+    path = f"{host}{os.pathsep}{os.environ['PATH']}"
+    assert f"for {listed}\n" in run(host, "plain", PYTHON=fake, PAIR="small", PATH=path).stdout
+
+
 def test_our_own_attention_is_left_where_it_is_wrong(host: Path) -> None:
     fake = fake_python(host, 'case "$*" in *kernels*) exit 4;; *) echo "$*";; esac')
     assert run(host, "kernels", PYTHON=fake, PAIR="small").returncode == 0
