@@ -21,8 +21,8 @@ from adaserve.errors import UserError, why_unwritable
 from adaserve.slo.classes import SLOConfig
 
 if TYPE_CHECKING:
+    from adaserve.scheduler.admission.situation import PrefillConfig
     from adaserve.scheduler.config import PolicyConfig
-    from adaserve.scheduler.prefill import PrefillConfig
 
 ENV = "ADASERVE_CONFIG"
 CLASSES_ENV = "ADASERVE_CLASSES"
@@ -267,7 +267,7 @@ class AdaServeConfig(Checked):
     @field_validator("profile")
     @classmethod
     def _measured(cls, path: str | None) -> str | None:
-        from adaserve.scheduler.profile import load_profile
+        from adaserve.scheduler.costs.profile import load_profile
 
         if path is not None and CLASSES_ENV not in os.environ:
             load_profile(cls._a_file(path))
@@ -396,7 +396,7 @@ class AdaServeConfig(Checked):
 
     def for_prefills(self, **host: Any) -> PrefillConfig:
         """The settings of the rule that paces prefills by slack."""
-        from adaserve.scheduler.prefill import PrefillConfig
+        from adaserve.scheduler.admission.situation import PrefillConfig
 
         return PrefillConfig(
             order="deadline",

@@ -284,8 +284,8 @@ def profile_matches(path: Path) -> bool:
     import sglang
     import torch
 
-    from adaserve.scheduler.latency import ProfileError
-    from adaserve.scheduler.profile import load_profile
+    from adaserve.scheduler.costs.latency import ProfileError
+    from adaserve.scheduler.costs.profile import load_profile
 
     try:
         meta = load_profile(path).meta

@@ -15,8 +15,8 @@ from adaserve.scheduler.interface import (
     IntArray,
     IterationOutcome,
 )
+from adaserve.scheduler.keyed_arrays import Table
 from adaserve.scheduler.selection import and_root
-from adaserve.scheduler.tables import Table
 
 
 @dataclass(frozen=True, slots=True)

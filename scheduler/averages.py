@@ -6,10 +6,10 @@ from typing import TypeVar
 
 from adaserve.scheduler.interface import FloatArray
 
-Numbers = TypeVar("Numbers", float, FloatArray)
+FloatOrArray = TypeVar("FloatOrArray", float, FloatArray)
 
 
-def blend(mean: Numbers, value: Numbers, weight: float) -> Numbers:
+def blend(mean: FloatOrArray, value: FloatOrArray, weight: float) -> FloatOrArray:
     """``mean`` moved towards ``value``, which gets ``weight`` (0 to 1)."""
     return (1.0 - weight) * mean + weight * value
 

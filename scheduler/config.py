@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.costs.latency import LatencyModel, default_latency
+from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import LEAST_WINDOW
-from adaserve.scheduler.latency import LatencyModel, default_latency
 
 KNEE = 1.5
 """If no budget is given, B is how many tokens can be verified in this many times the time of a few."""

@@ -61,7 +61,7 @@ def price_nodes(trees: CandidateTrees, f: FloatArray, weight: FloatArray, second
     return Priced(_selection(keep, counts, expected), value, rate, price)
 
 
-def tried(trees: CandidateTrees, f: FloatArray, value: FloatArray, most: int) -> Selection:
+def explore(trees: CandidateTrees, f: FloatArray, value: FloatArray, most: int) -> Selection:
     """Up to ``most`` nodes with the highest ``value`` [m], whatever they cost: if nothing were verified,
     nothing could be learned about candidates. Of equal nodes the first are taken, so parents before
     children."""

@@ -21,8 +21,8 @@ from adaserve.loadgen.config import BenchConfig, Endpoint, TraceSpec, default_cl
 from adaserve.loadgen.report import write_report
 from adaserve.loadgen.run_folder import read_run
 from adaserve.loadgen.schedule import build_schedule
+from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.interface import Context
-from adaserve.scheduler.latency import LatencyModel
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.trace import TraceRow, write_jsonl
 from adaserve.terminal import say

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from adaserve.bench.display import table
 from adaserve.scheduler.config import KNEE
-from adaserve.scheduler.fit import fit_latency
-from adaserve.scheduler.profile import load_profile
+from adaserve.scheduler.costs.fit import fit_latency
+from adaserve.scheduler.costs.profile import load_profile
 
 
 def show_fit(path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from adaserve.bench.display import progress
 from adaserve.bench.fit import show_fit
 from adaserve.bench.servers import running
-from adaserve.engine.costs.kept_costs import PROFILE_ENV
+from adaserve.engine.costs.cost_cache import PROFILE_ENV
 from adaserve.engine.costs.measure import profile_steps
 from adaserve.server import ServerError, ServerSpec
 from adaserve.terminal import say

@@ -27,8 +27,8 @@ import typer
 from adaserve.bench import markdown
 from adaserve.host.description import describe_host
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs.latency import LatencyModel, TableCost
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IterationOutcome, RunningBatch
-from adaserve.scheduler.latency import LatencyModel, TableCost
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.selection import parent_kept
 

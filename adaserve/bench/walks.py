@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from adaserve.checkpoints.medusa import MedusaHeads
-from adaserve.engine.cpu.forwards import CpuForward, LeanForward
+from adaserve.engine.cpu.forwards import CpuForward, LlamaForward
 from adaserve.engine.cpu.heads import HeadForward
-from adaserve.engine.cpu.lean import LeanModel, draft_storage
-from adaserve.engine.cpu.linear import Storage
+from adaserve.engine.cpu.linear import Storage, draft_storage
+from adaserve.engine.cpu.llama import LlamaModel
 from adaserve.engine.cpu.medusa import MedusaForward
 from adaserve.engine.cpu.params import LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.device import Search
@@ -82,7 +82,7 @@ def layer_weights(block: Block, hidden_norm: Tensor | None = None) -> LayerWeigh
     )  # fmt: skip
 
 
-def kernel_model(network: TinyLlama | EagleHead, positions: int, storage: Storage) -> LeanModel:
+def kernel_model(network: TinyLlama | EagleHead, positions: int, storage: Storage) -> LlamaModel:
     """The network in the kernels that serve it."""
     if isinstance(network, EagleHead):
         own, norm = network.layer.shape, network.layer.hidden_norm.weight
@@ -97,7 +97,7 @@ def kernel_model(network: TinyLlama | EagleHead, positions: int, storage: Storag
     )
     cos_sin = torch.cat(rope(positions, own), -1)
     weights = ModelWeights(network.embed.weight, layers, network.norm.weight, matrix, cos_sin, ids)
-    return LeanModel(weights, config, storage)
+    return LlamaModel(weights, config, storage)
 
 
 class Walk(ABC):
@@ -189,11 +189,11 @@ class Walk(ABC):
         return len(text)
 
 
-def over_pool(network: LeanModel, layers: int, slots: int) -> LeanForward:
+def over_pool(network: LlamaModel, layers: int, slots: int) -> LlamaForward:
     """With a KV pool of this size."""
     size = (slots, network.config.num_kv_heads, network.config.head_dim)
     k, v = ([torch.zeros(size) for _ in range(layers)] for _ in range(2))
-    return LeanForward(network, SimpleNamespace(k_buffer=k, v_buffer=v))
+    return LlamaForward(network, SimpleNamespace(k_buffer=k, v_buffer=v))
 
 
 class ModelWalk(Walk):
@@ -212,8 +212,8 @@ class ModelWalk(Walk):
         super().__init__(texts, rows, plan, folder)
 
     def make(self, slots: int) -> CpuForward:
-        lean = kernel_model(self.model, self.room, self.weights)
-        return CpuForward(over_pool(lean, self.model.shape.layers, slots), self.table)
+        llama = kernel_model(self.model, self.room, self.weights)
+        return CpuForward(over_pool(llama, self.model.shape.layers, slots), self.table)
 
     def kept(self, accepted: np.ndarray) -> np.ndarray:
         return np.minimum(accepted, self.plan.depth - 1)
@@ -239,9 +239,9 @@ class EagleWalk(Walk):
         super().__init__(texts, rows, plan, folder)
 
     def make(self, slots: int) -> CpuForward:
-        lean = kernel_model(self.head, self.room, self.weights)
+        llama = kernel_model(self.head, self.room, self.weights)
         self.states = HiddenStates(slots, self.head.layer.shape.hidden, torch.float32)
-        return HeadForward(over_pool(lean, 1, slots), self.table, self.states)
+        return HeadForward(over_pool(llama, 1, slots), self.table, self.states)
 
     def kept(self, accepted: np.ndarray) -> np.ndarray:
         return np.zeros_like(accepted)
@@ -265,9 +265,9 @@ class MedusaWalk(Walk):
         super().__init__(texts, rows, plan, folder)
 
     def make(self, slots: int) -> MedusaForward:
-        lean = kernel_model(self.target, self.room, TARGET_WEIGHTS)
+        llama = kernel_model(self.target, self.room, TARGET_WEIGHTS)
         self.states = HiddenStates(slots, self.target.shape.hidden, torch.float32)
-        return MedusaForward(self.heads, lean, self.states, self.table, TARGET_WEIGHTS)
+        return MedusaForward(self.heads, llama, self.states, self.table, TARGET_WEIGHTS)
 
     def kept(self, accepted: np.ndarray) -> np.ndarray:
         return accepted

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adaserve.engine.agree import Agreement
 from adaserve.engine.policies import ServedPolicies
+from adaserve.engine.rank_sync import RankSync
 from adaserve.scheduler.interface import (
     CandidateTrees,
     IterationOutcome,
@@ -23,7 +23,7 @@ class Decisions:
     """Calls the policy as the simulator does: plan, select, observe."""
 
     policies: ServedPolicies
-    agreement: Agreement
+    rank_sync: RankSync
     recorder: Recorder | None
 
     @property
@@ -36,20 +36,20 @@ class Decisions:
         return self.policies.speculates
 
     def plan(self, running: RunningBatch, now_s: float) -> IterationPlan:
-        plan = self.agreement.plan(lambda: self.policy.plan(running, now_s), running)
+        plan = self.rank_sync.plan(lambda: self.policy.plan(running, now_s), running)
         if self.recorder is not None:
             self.recorder.planned(plan)
         return plan
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        selection = self.agreement.decide(lambda: self.policy.select(plan, trees))
+        selection = self.rank_sync.decide(lambda: self.policy.select(plan, trees))
         if self.recorder is not None:
             self.recorder.selected(plan)
         return selection
 
     def take_all(self, policy: Policy, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """All candidates, of which ``policy`` learns: that of the plan; another one may decide by now."""
-        selection = policy.select(plan, trees) if self.agreement.decides else everything(trees, plan.cap)
+        selection = policy.select(plan, trees) if self.rank_sync.decides else everything(trees, plan.cap)
         if self.recorder is not None:
             self.recorder.selected(plan)
         return selection

@@ -16,7 +16,6 @@ from adaserve.engine import sampling
 from adaserve.engine.decisions import Decisions
 from adaserve.engine.device import Device, Mark, Run
 from adaserve.engine.dry_run import dry_run
-from adaserve.engine.early import EarlyDraft, TakenDraft
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
 from adaserve.engine.kv_caches import KVCaches
@@ -24,11 +23,12 @@ from adaserve.engine.learning.learner import Learner
 from adaserve.engine.learning.tap import Tap
 from adaserve.engine.logits import logprobs
 from adaserve.engine.penalties import Penalties
+from adaserve.engine.queued_ahead import DraftAhead, TakenDraft
+from adaserve.engine.request_state import Asked, DecodeRows, RequestState
 from adaserve.engine.requests import Requests, rows_of_pool
 from adaserve.engine.roots import RootTokens
-from adaserve.engine.sources.source import Drafting, TreeSource
-from adaserve.engine.state import Asked, DecodeRows, RequestState
-from adaserve.engine.times import Times
+from adaserve.engine.sources.source import PendingProposal, TreeSource
+from adaserve.engine.time_breakdown import TimeBreakdown
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import UnreadNodes
 from adaserve.engine.trees.proposal import Proposal, Unread, merge
@@ -73,7 +73,7 @@ class DecodeLoop:
     """Called with every outcome, after the policy has observed it."""
     deepest: int  # levels that a request's KV window has room for
     overlaps: bool
-    times: Times = field(default_factory=Times)
+    times: TimeBreakdown = field(default_factory=TimeBreakdown)
 
     def __post_init__(self) -> None:
         self.stride = self.deepest + 1
@@ -81,7 +81,7 @@ class DecodeLoop:
         self._arriving: Iteration | None = None  # whose tokens requests and sources don't know yet
         self._unobserved: Iteration | None = None  # whose outcome the policy doesn't know yet
         self._last: Iteration | None = None  # what the next one's dry run goes through
-        self._early: EarlyDraft | None = None  # of the next iteration
+        self._ahead: DraftAhead | None = None  # of the next iteration
         self._leaving: list[str] = []  # finished requests that an unobserved iteration still knows
         self._take_runs()  # the measurements'
 
@@ -102,15 +102,15 @@ class DecodeLoop:
         behind, drawn = self._hear(batch, asked, settings, grammar_barrier)
         if self.learner is not None:
             self.learner.look(states, time.perf_counter())
-        policy, early = self.decisions.policy, self._take_early(states)
+        policy, ahead = self.decisions.policy, self._take_ahead(states)
         start_s, start = time.perf_counter(), self.device.mark()
-        rows, offers = self._offered(self._rows(batch, pool_rows, asked, early))
+        rows, offers = self._offered(self._rows(batch, pool_rows, asked, ahead))
         if drawn is not None:
             rows = replace(rows, running=replace(rows.running, underway=NO_DRAFT))
         plan = self._plan(rows, offers, settings, start_s)
-        drafts = self._draft(plan, rows) if early is None else [early.drafting]
+        drafts = self._draft(plan, rows) if ahead is None else [ahead.pending]
         drafted = self.device.mark()
-        draft_runs = self._take_runs() if early is None else early.runs
+        draft_runs = self._take_runs() if ahead is None else ahead.runs
         choice = self._choose(plan, rows, drafts, offers)
         verified = verify.build(rows, choice.proposal, choice.selection)
         recorded = self.tap.rows(rows)
@@ -124,7 +124,7 @@ class DecodeLoop:
             on_publish(result.new_seq_lens)
         caught_up = tuple(d.caught_up for d in drafts if d.caught_up is not None)
         first_level = drafts[0].first_level if len(drafts) == 1 else None
-        spans = (start, drafted, drafted) if early is None else (*early.span, start)
+        spans = (start, drafted, drafted) if ahead is None else (*ahead.span, start)
         runs = self._take_runs()
         verifying = runs[0][0][0]  # where the target's forward begins; a mark of its own would cost time
         marks = Marks(*spans, verifying, self.device.mark(), caught_up, first_level)
@@ -143,18 +143,18 @@ class DecodeLoop:
             marks, runs, outcome, recorded, choice.unread is not None,
         )  # fmt: skip
         if self.overlaps:
-            self._draft_early(self._arriving, tensors, acceptance)
+            self._draft_ahead(self._arriving, tensors, acceptance)
         else:
             self.settle()
         return result
 
-    def _rows(self, batch: Any, pool_rows: np.ndarray, asked: Asked, early: TakenDraft | None) -> DecodeRows:
+    def _rows(self, batch: Any, pool_rows: np.ndarray, asked: Asked, ahead: TakenDraft | None) -> DecodeRows:
         states, info = asked.states, batch.sampling_info
         generated = np.array([len(s.generated) for s in states], np.int64)
         cached = asked.prompt_tokens + generated - 1  # all but the last one
         running = asked.running(generated, cached, self.deepest, self.lengths)
-        if early is not None:
-            running = replace(running, underway=early.draft)
+        if ahead is not None:
+            running = replace(running, underway=ahead.draft)
         grammars = Grammars.of(batch.reqs, info) if asked.with_grammar else None
         return DecodeRows(states, cached, pool_rows, running, info.sampling_seed is None, grammars)
 
@@ -183,19 +183,19 @@ class DecodeLoop:
         joined = offers or rows.grammars is not None or len(self.device.drafters) > 1
         return not (joined or settings.penalized.any()) and self.device.target.follows
 
-    def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
+    def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[PendingProposal]:
         """The drafts that the sources have queued."""
         if not plan.draft.depth:
             return []
         keep = self.decisions.policy.keep_drafting if self.device.stops_early else None
         proposed = [source.propose(plan, rows, keep) for source in self.sources]
-        return [drafting for drafting in proposed if drafting is not None]
+        return [pending for pending in proposed if pending is not None]
 
     def _choose(
         self,
         plan: IterationPlan,
         rows: DecodeRows,
-        drafts: Sequence[Drafting],
+        drafts: Sequence[PendingProposal],
         offers: Sequence[Proposal],
     ) -> Choice:
         """Chooses what is verified. Waits for the drafts, unless all of their nodes are verified, or none can
@@ -213,7 +213,7 @@ class DecodeLoop:
             proposal = replace(proposal, trees=trees)
         return Choice(proposal, self.decisions.select(plan, proposal.trees), allowed)
 
-    def _draft_early(
+    def _draft_ahead(
         self, iteration: Iteration, tensors: verify.Tensors, acceptance: verify.Acceptance
     ) -> None:
         """Queues the next draft behind the verification, so that the device does not wait until the host
@@ -222,13 +222,13 @@ class DecodeLoop:
         if rows.grammars is not None or not self.decisions.speculates:
             return
         for source in self.sources:
-            early = source.propose_early(iteration.plan, rows, iteration.verified, tensors, acceptance)
-            if early is not None:
-                self._early = EarlyDraft(early, rows.states, iteration.marks.accepted, self._take_runs())
+            ahead = source.propose_ahead(iteration.plan, rows, iteration.verified, tensors, acceptance)
+            if ahead is not None:
+                self._ahead = DraftAhead(ahead, rows.states, iteration.marks.accepted, self._take_runs())
 
-    def _take_early(self, states: Sequence[RequestState]) -> TakenDraft | None:
-        early, self._early = self._early, None
-        return early.take(states) if early is not None and self.decisions.speculates else None
+    def _take_ahead(self, states: Sequence[RequestState]) -> TakenDraft | None:
+        ahead, self._ahead = self._ahead, None
+        return ahead.take(states) if ahead is not None and self.decisions.speculates else None
 
     def _hear(
         self,
@@ -242,7 +242,7 @@ class DecodeLoop:
 
         Returns the end of the last iteration, if anything is queued behind it; and in the latter case its
         tokens on the device, int64 [n]."""
-        behind, drawn = None if self._early is None else self._early.behind, None
+        behind, drawn = None if self._ahead is None else self._ahead.behind, None
         if self._arriving is not None and self._goes_ahead(self._arriving, batch, asked, settings):
             for state in self._arriving.rows.states:
                 state.expect()
@@ -329,7 +329,7 @@ class DecodeLoop:
     def free_s(self) -> float:
         """When the device finished everything that the last iteration queued. Only valid once it has
         finished."""
-        return self.times.last_end_s + (0 if self._early is None else self._early.queued_s)
+        return self.times.last_end_s + (0 if self._ahead is None else self._ahead.queued_s)
 
     # -- what follows -------------------------------------------------------------------------
 

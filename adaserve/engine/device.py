@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adaserve.engine.grammar import Forbid
 from adaserve.engine.logits.filters import Filter
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
 from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape
@@ -73,10 +73,10 @@ class Search:
     forbid: Forbid | None = None
     """Asked before each step by devices whose host sees them; others draft what grammars forbid, too."""
 
-    def reading(self, beams: int, step: int) -> Reading:
+    def transform(self, beams: int, step: int) -> LogitTransform:
         """How the logits of ``beams`` nodes of depth ``step`` - 1 per row are read."""
         columns = (self.scale, self.spread, self.keys, self.base + step - 1)
-        return Reading(*(np.repeat(c, beams) for c in columns))
+        return LogitTransform(*(np.repeat(c, beams) for c in columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class Device(Protocol):
         ...
 
     @property
-    def itself(self) -> Drafter | None:
+    def self_drafter(self) -> Drafter | None:
         """The target's searches, where it drafts for itself."""
         ...
 
@@ -255,7 +255,7 @@ class Device(Protocol):
         """Top-k, top-p and min-p."""
         ...
 
-    def draw(self, logits: Tensor, reading: Reading) -> Tensor:
+    def draw(self, logits: Tensor, transform: LogitTransform) -> Tensor:
         """The best token of every row of fp32 ``logits`` [rows, vocab] as read, int64 [rows]."""
         ...
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.logits.portions import portions
-from adaserve.engine.matchers import GrowingTree, is_live, walk, with_say
+from adaserve.engine.matchers import GrowingTree, active_grammar, fill_masks, is_live
 from adaserve.engine.transfer import put
 from adaserve.patches.scheduler.grammar_time import limited_time
 from adaserve.scheduler.interface import CandidateTrees
@@ -80,7 +80,7 @@ class Grammars:
         for r, grammar in self.live.items():
             nodes, end = slice(*trees.row_start[r : r + 2].tolist()), start + 1 + int(counts[r])
             with limited_time(self.reqs[r]):
-                possible = walk(grammar, trees.token[nodes], trees.parent[nodes], masks[start:end])
+                possible = fill_masks(grammar, trees.token[nodes], trees.parent[nodes], masks[start:end])
             logprob[nodes][~possible] = -np.inf
             first[r], start = start, end
         return replace(trees, logprob=logprob), Allowed(self._any, masks, first, trees.row_start)
@@ -88,7 +88,7 @@ class Grammars:
     def forbid(self, active: np.ndarray) -> Forbid | None:
         """For a search over the rows ``active``; None where none of them has a grammar."""
         mine = [
-            (i, GrowingTree(with_say(self.live[r])), self.reqs[r])
+            (i, GrowingTree(active_grammar(self.live[r])), self.reqs[r])
             for i, r in enumerate(active.tolist())
             if r in self.live
         ]

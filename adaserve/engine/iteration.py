@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve.engine.device import HostCopy, Mark, Run
+from adaserve.engine.request_state import DecodeRows
 from adaserve.engine.sources.forced import FORCED
-from adaserve.engine.sources.source import Drafting
+from adaserve.engine.sources.source import PendingProposal
 from adaserve.engine.sources.suffix import SUFFIX
-from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.scheduler.interface import (
@@ -31,7 +31,7 @@ class Marks:
 
     start: Mark
     drafted: Mark
-    resumed: Mark  # the same, unless it was drafted early: prompts may have been read meanwhile
+    resumed: Mark  # the same, unless it was drafted ahead: prompts may have been read meanwhile
     verifying: Mark  # the target's forward begins
     accepted: Mark
     caught_up: tuple[Run, ...]  # when sources took in what they had missed, inside of drafting
@@ -46,7 +46,7 @@ class Iteration:
     rows: DecodeRows
     policy: Policy  # that planned it
     plan: IterationPlan
-    drafts: Sequence[Drafting]  # that the proposal was read from, and what was merged with them
+    drafts: Sequence[PendingProposal]  # that the proposal was read from, and what was merged with them
     offers: Sequence[Proposal]
     proposal: Proposal
     selection: Selection

@@ -33,30 +33,30 @@ def is_live(grammar: Any) -> bool:
     return grammar is not None and not grammar.finished and not grammar.is_terminated()
 
 
-def can_walk(grammar: BaseGrammarObject) -> bool:
+def can_roll_back(grammar: BaseGrammarObject) -> bool:
     """Whether a matcher can step back; Outlines' cannot, so only roots can be masked by it."""
     if isinstance(grammar, ReasonerGrammarObject):
-        return grammar.grammar is None or can_walk(grammar.grammar)
+        return grammar.grammar is None or can_roll_back(grammar.grammar)
     return type(grammar).rollback is not BaseGrammarObject.rollback
 
 
-def with_say(grammar: Any) -> Any:
+def active_grammar(grammar: Any) -> Any:
     """The answer's grammar where the reasoning before it is over."""
     if isinstance(grammar, ReasonerGrammarObject) and grammar._is_generation():
         return grammar.grammar or grammar
     return grammar
 
 
-def walk(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> np.ndarray:
+def fill_masks(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> np.ndarray:
     """Fills the masks of a root and its k nodes, which the matcher visits from where it stands.
 
     ``tokens``, ``parents``: int64 [k], parents first, -1 = child of the root. ``masks`` must allow everything
     at first. Returns bool [k]: nodes that the grammar allows and does not end with; the masks of all
     others mean nothing.
     """
-    grammar = with_say(grammar)
+    grammar = active_grammar(grammar)
     if isinstance(grammar, XGrammarGrammar) and len(tokens):
-        return _walk_natively(grammar, tokens, parents, masks)
+        return _fill_natively(grammar, tokens, parents, masks)
     tree = GrowingTree(grammar)
     tree.add(tokens, parents, masks)
     return np.array([mask is not None for mask in tree.masks[1:]], np.bool_)
@@ -73,7 +73,7 @@ class GrowingTree:
 
     def add(self, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> None:
         """Fills ``masks``, which must allow everything, of the last of k nodes, or of the root where there is
-        none. All before them must be known from earlier calls; otherwise as in ``walk``."""
+        none. All before them must be known from earlier calls; otherwise as in ``fill_masks``."""
         first = 1 + len(tokens) - len(masks)
         assert first == len(self.paths)
         bits = masks.numpy()
@@ -148,7 +148,7 @@ def _spelled(tokens: Sequence[int], spelling: Sequence[bytes]) -> ForcedToken | 
     return ForcedToken(longest, len(tokens) == 1)
 
 
-def _walk_natively(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> np.ndarray:
+def _fill_natively(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> np.ndarray:
     """In one call of xgrammar; what it does not reach is forbidden."""
     child, sibling = _links(parents)
     every = torch.from_numpy(np.concatenate([[0], tokens]))

@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from adaserve.engine.logits.portions import portions
-from adaserve.engine.state import RequestState
+from adaserve.engine.request_state import RequestState
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.patches.scheduler.dead_ends import TOO_EARLY
 

@@ -6,7 +6,7 @@ from adaserve.checked import shown
 from adaserve.config import AUTO_WINDOWS, AdaServeConfig
 from adaserve.engine.device import Device
 from adaserve.scheduler.config import KNEE
-from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.policies import build_policy
 

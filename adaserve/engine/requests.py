@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 
-from adaserve.engine.state import RequestState
+from adaserve.engine.request_state import RequestState
 from adaserve.noise import request_key
 from adaserve.slo.classes import SLO
 from adaserve.slo.ledger import asked_of

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from adaserve.engine.device import Device
 from adaserve.engine.grammar import Allowed
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
 from adaserve.engine.logits.portions import portions
 from adaserve.engine.penalties import Penalties, has_penalty
-from adaserve.engine.state import RequestState, temperature_of
+from adaserve.engine.request_state import RequestState, temperature_of
 from adaserve.engine.trees.verify import Tensors, VerifyBatch
 from adaserve.patches.scheduler.logit_processors import apply_processors
 
@@ -137,8 +137,8 @@ def draw(logits: Tensor, step: Step) -> Tensor:
             logits = logits.clone()
         step.device.filter(logits, *step.columns(at, "temperature", "top_k", "top_p", "min_p"))
     row, keys = step.verified.row, np.array([s.key for s in step.states], np.uint64)
-    reading = Reading.draws(asked.temperature[row], keys[row], step.verified.positions)
-    return step.device.draw(logits, reading)
+    transform = LogitTransform.draws(asked.temperature[row], keys[row], step.verified.positions)
+    return step.device.draw(logits, transform)
 
 
 def _draw_seeded(logits: Tensor, step: Step, filtered: np.ndarray) -> Tensor:

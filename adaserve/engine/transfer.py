@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.events import record
+from adaserve.engine.cuda_events import record
 
 _ALIGN = 8
 

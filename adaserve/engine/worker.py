@@ -20,12 +20,11 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig, slo_classes
 from adaserve.engine.admission.encoders import tokens_to_encode
-from adaserve.engine.admission.forecast import Forecaster
+from adaserve.engine.admission.forecaster import Forecaster
 from adaserve.engine.admission.prefill import PrefillPacer
 from adaserve.engine.admission.shedding import Shedder
-from adaserve.engine.agree import Agreement
-from adaserve.engine.costs import kept_costs, measure
-from adaserve.engine.costs.host_costs import BASELINE_CONTEXT, HostCosts
+from adaserve.engine.costs import cost_cache, measure
+from adaserve.engine.costs.cost_monitor import BASELINE_CONTEXT, CostMonitor
 from adaserve.engine.decisions import Decisions
 from adaserve.engine.decode import DecodeLoop, Publish
 from adaserve.engine.device import Device
@@ -34,21 +33,22 @@ from adaserve.engine.kv_caches import KVCaches
 from adaserve.engine.learning.learner import Learner
 from adaserve.engine.learning.swap import Swap
 from adaserve.engine.learning.tap import Tap
+from adaserve.engine.model_support import require_own_positions, require_supported_model, require_windows
 from adaserve.engine.penalties import restore_penalties
-from adaserve.engine.plain_attention import require_own_positions, require_served, require_windows
 from adaserve.engine.policies import ServedPolicies
+from adaserve.engine.rank_sync import RankSync
 from adaserve.engine.requests import Requests, rows_of_pool
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sources.beam import BeamSource
-from adaserve.engine.sources.choice import sources_of
+from adaserve.engine.sources.build_sources import sources_of
 from adaserve.engine.sources.draft_model import DraftModels
 from adaserve.engine.sources.source import TreeSource
 from adaserve.host.device import on_device
 from adaserve.identity import ensure_registered
 from adaserve.patches.start.kv_sizing import draft_paths
-from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.costs.latency import LatencyModel
+from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import IterationOutcome
-from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
@@ -70,7 +70,7 @@ class AdaServeWorker(BaseSpecWorker):
         ensure_registered()
         self.config = AdaServeConfig.load()
         target = target_worker.model_runner
-        require_served(target.model_config)
+        require_supported_model(target.model_config)
         require_own_positions(target.model, target.model_config.context_len, self.config.deepest)
         require_windows(target.model, self.config.deepest, leaves_out=self.config.has_self)
         self._target_worker = target_worker
@@ -87,8 +87,8 @@ class AdaServeWorker(BaseSpecWorker):
         """Last step of SGLang's startup: pools and backends exist, so the host can be measured."""
         super().init_cuda_graphs()
         config, classes, target = self.config, slo_classes(), self.target_worker.model_runner
-        agreement = Agreement(get_tp_group())
-        decides = agreement.decides
+        rank_sync = RankSync(get_tp_group())
+        decides = rank_sync.decides
         models = () if self._draft_worker is None else self._draft_worker.models
         drafts = [model.runner for model in models]
         pools = tuple(runner.token_to_kv_pool for runner in (target, *drafts))
@@ -101,13 +101,13 @@ class AdaServeWorker(BaseSpecWorker):
         self.policies = ServedPolicies(config, self._costs, device, windows)
         self.ledger = self._make_ledger(speaks=decides)
         follow = config.baseline_ms is None
-        self._host_costs = HostCosts(self._costs, self.ledger, meta, saves=decides, follow=follow)
+        self._cost_monitor = CostMonitor(self._costs, self.ledger, meta, saves=decides, follow=follow)
         self.prefill = PrefillPacer(
             config,
             self._costs,
             self.ledger,
             self._requests.states,
-            agreement,
+            rank_sync,
             tenant_share=classes.limits.tenant_share,
         )
         self.forecaster = Forecaster(self.prefill, self.ledger, classes)
@@ -122,7 +122,7 @@ class AdaServeWorker(BaseSpecWorker):
             sources=sources,
             caches=KVCaches(device, pools, table),
             requests=self._requests,
-            decisions=Decisions(self.policies, agreement, Recorder(Path(records)) if records else None),
+            decisions=Decisions(self.policies, rank_sync, Recorder(Path(records)) if records else None),
             tap=tap,
             learner=self.learner,
             lengths=self.ledger.lengths,
@@ -150,9 +150,9 @@ class AdaServeWorker(BaseSpecWorker):
         names = ("itself",) if self.config.has_self else draft_paths(self.config)
         if self.config.medusa is not None:
             names = (self.config.medusa,)
-        meta = kept_costs.fingerprint(names, self.config, self._server_args)
-        profile = kept_costs.save_full_profile(meta, run, saves=saves)
-        return meta, profile, kept_costs.start_model(self.config, meta, lambda: run(measure.QUICK))
+        meta = cost_cache.cache_key(names, self.config, self._server_args)
+        profile = cost_cache.save_full_profile(meta, run, saves=saves)
+        return meta, profile, cost_cache.start_model(self.config, meta, lambda: run(measure.QUICK))
 
     def _make_ledger(self, speaks: bool) -> SLOLedger:
         """``speaks``: whether this rank counts requests. Tensor-parallel ranks see the same requests, and
@@ -243,7 +243,7 @@ class AdaServeWorker(BaseSpecWorker):
         running, sources = outcome.plan.running, counts_by_source(outcome)
         self.prefill.observe(outcome)
         self.ledger.iteration(running.rids, sample_of(outcome, sources), sources)
-        self._host_costs.observed(outcome.end_s, len(running))
+        self._cost_monitor.observed(outcome.end_s, len(running))
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called before SGLang gives the request's slots to the radix cache."""
@@ -256,7 +256,7 @@ class AdaServeWorker(BaseSpecWorker):
 
     def fix_baseline(self, baseline_s: float) -> None:
         """As the setting ``baseline_ms`` does, from now on."""
-        self._host_costs.fix_baseline(baseline_s)
+        self._cost_monitor.fix_baseline(baseline_s)
 
     def number_requests(self, number: int) -> None:
         """Gives the next request to be prefilled this number, and so the noise of the request that had it
@@ -281,7 +281,7 @@ class AdaServeWorker(BaseSpecWorker):
             "times": self.loop.times.report(),
             "stats": self.ledger.stats.state(),
             "device": self.loop.device.report(),
-            "host": self._host_costs.report(time.perf_counter()),
+            "host": self._cost_monitor.report(time.perf_counter()),
         }
 
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve.host.device import is_measured
 from adaserve.patches import hook, wrap_routes
-from adaserve.scheduler.fairness import HoldBudget
+from adaserve.scheduler.admission.fairness import HoldBudget
 
 SERVER_INFO = ("/server_info", "/get_server_info")
 METRICS = ("/metrics",)

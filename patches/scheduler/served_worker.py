@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from adaserve.scheduler.admission.prefill import PrefillPlan
 from adaserve.scheduler.interface import Policy
-from adaserve.scheduler.prefill import PrefillPlan
 from adaserve.slo.forecast import Forecast
 from adaserve.slo.ledger import SLOLedger
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve.scheduler.acceptance import find_tested
+from adaserve.scheduler.acceptance_calibration import claimed_probability, path_product
 from adaserve.scheduler.averages import MovingAverage
-from adaserve.scheduler.calibration import claimed_probability, path_product
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     BoolArray,
@@ -28,7 +28,7 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.pricing import price_nodes, tried
+from adaserve.scheduler.pricing import explore, price_nodes
 from adaserve.scheduler.selection import everything, within_cap
 
 RATE = 0.05
@@ -104,7 +104,7 @@ class AdaptiveVerifyPolicy(BasePolicy):
         seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
         priced = price_nodes(trees, f, np.ones(n), seconds)
         if not priced.selection.keep.any() and plan.iteration % TRY_EVERY == TRY_EVERY - 1:
-            return tried(trees, f, priced.value, min(n, len(seconds) - 1))
+            return explore(trees, f, priced.value, min(n, len(seconds) - 1))
         return priced.selection
 
     def observe(self, outcome: IterationOutcome) -> None:

@@ -12,9 +12,10 @@ from statistics import median_low
 import numpy as np
 
 from adaserve.scheduler.acceptance import AcceptanceRate, Verified, drafted_of, find_tested_in
-from adaserve.scheduler.calibration import Calibrator, claimed_probability, group_of
+from adaserve.scheduler.acceptance_calibration import Calibrator, claimed_probability, group_of
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.costs.learned import LearnedCosts
+from adaserve.scheduler.draft_windows import DraftWindows
 from adaserve.scheduler.interface import (
     NO_CONTEXT,
     CandidateTrees,
@@ -29,7 +30,6 @@ from adaserve.scheduler.interface import (
     tokens_read,
 )
 from adaserve.scheduler.selection import best_anywhere, everything, path_probability
-from adaserve.scheduler.windows import DraftWindows
 
 NO_BUDGET = 1 << 30
 

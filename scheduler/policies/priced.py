@@ -8,6 +8,8 @@ import numpy as np
 
 from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.draft_value import Regime, Regimes
+from adaserve.scheduler.draft_windows import DraftWindows
 from adaserve.scheduler.interface import (
     DRAFTED,
     BoolArray,
@@ -21,13 +23,11 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
+from adaserve.scheduler.keyed_arrays import Table
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.pricing import Priced, price_nodes, tried, uncovered
-from adaserve.scheduler.regimes import Regime, Regimes
+from adaserve.scheduler.pricing import Priced, explore, price_nodes, uncovered
 from adaserve.scheduler.selection import never_rising, path_probability, within_cap
-from adaserve.scheduler.tables import Table
-from adaserve.scheduler.windows import DraftWindows
-from adaserve.scheduler.worth import attainment_weight
+from adaserve.scheduler.slo_weight import attainment_weight
 
 SMALL, RELAXED = 16, 4
 """An iteration of a small batch is short, so slowly changing values are computed only every RELAXED
@@ -53,8 +53,8 @@ REACH_WEIGHT = 0.1
 class PricedPolicy(BasePolicy):
     """Goodput per second decides: an iteration's value is the weighted tokens it is expected to yield.
 
-    Weights (``scheduler/worth.py``) favor requests that may just meet or just miss their SLO; there is no
-    separate SLO phase and no constant B.
+    Weights (``scheduler/slo_weight.py``) favor requests that may just meet or just miss their SLO; there is
+    no separate SLO phase and no constant B.
     """
 
     calibrate_every = 1
@@ -281,7 +281,7 @@ class PricedPolicy(BasePolicy):
                 return Selection.nothing(n, trees.n_nodes)
         self._add_rate(regime, priced.rate)
         if regime.in_vain and trees.draft_steps and not priced.selection.keep.any():
-            return tried(trees, f, priced.value, min(n, len(seconds) - 1))
+            return explore(trees, f, priced.value, min(n, len(seconds) - 1))
         return priced.selection
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:

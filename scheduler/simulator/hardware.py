@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 
 T = TypeVar("T")
 

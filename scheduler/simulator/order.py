@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.interface import Context, FloatArray, IntArray
-from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.rows import Rows
 
 RowOrder = Callable[[Rows, float], IntArray | None]

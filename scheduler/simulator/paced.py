@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from adaserve.scheduler.admission.situation import PrefillConfig
 from adaserve.scheduler.interface import BoolArray, Context, FloatArray
-from adaserve.scheduler.prefill import PrefillConfig
 from adaserve.scheduler.simulator.replica import Replica, ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, build_replica
 from adaserve.scheduler.simulator.workload import SimRequest
@@ -100,7 +100,7 @@ def _watch(requests: Sequence[SimRequest], config: SimulationConfig) -> _Watched
     seconds = float(np.mean([i.seconds for i in log]))
     made = rows.decoded - before
     context = Context(float((rows.prompt + before + made / 2).sum()), len(rows))
-    alone_s = seconds - config.replica.latency.verify.reading.seconds(verified, context)
+    alone_s = seconds - config.replica.latency.verify.kv_read.seconds(verified, context)
     return _Watched(len(rows), alone_s, verified, rows.classes, ease(rows.difficulty), made / ITERATIONS)
 
 
@@ -148,7 +148,7 @@ class PacedReplica(Replica):
         drawn = np.floor(paces + self._rng.random(len(paces))).astype(np.int64)
         new = np.minimum(drawn, left)
         context = Context(float((rows.prompt + rows.decoded).sum()), len(rows))
-        seconds += latency.verify.reading.seconds(verified + prefill_tokens, context)
+        seconds += latency.verify.kv_read.seconds(verified + prefill_tokens, context)
         if prefill_tokens:
             seconds += latency.verify_s(verified + prefill_tokens) - latency.verify_s(verified)
         total = self._noisy(seconds) + self._slowed(self._draft_prefill_s())

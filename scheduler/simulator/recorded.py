@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from adaserve.scheduler.acceptance import find_tested
-from adaserve.scheduler.calibration import Calibrator, bin_of, claimed_probability
+from adaserve.scheduler.acceptance_calibration import Calibrator, bin_of, claimed_probability
+from adaserve.scheduler.costs.latency import ForwardCost, Latency
+from adaserve.scheduler.costs.prefills import LearnedPrefills
 from adaserve.scheduler.interface import Context, FloatArray
-from adaserve.scheduler.latency import ForwardCost, Latency
-from adaserve.scheduler.pressure import LearnedPrefills
 from adaserve.scheduler.replay import RecordedIteration, RecordedPrefill, read_events, read_recording
 from adaserve.scheduler.simulator.workload import TextModel
 

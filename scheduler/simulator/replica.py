@@ -9,10 +9,12 @@ from typing import Literal
 
 import numpy as np
 
+from adaserve.scheduler.admission.interference import Interference, RecentWork
+from adaserve.scheduler.admission.prefill import plan_prefill
+from adaserve.scheduler.admission.situation import PrefillConfig, Situation
+from adaserve.scheduler.costs.latency import LatencyModel, StepCost
+from adaserve.scheduler.costs.prefills import LearnedPrefills
 from adaserve.scheduler.interface import FloatArray, IntArray
-from adaserve.scheduler.latency import LatencyModel, StepCost
-from adaserve.scheduler.prefill import PrefillConfig, Situation, plan_prefill
-from adaserve.scheduler.pressure import LearnedPrefills, Pressure, RecentWork
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.waiting import WaitingPrompts, waiting_batch
 from adaserve.scheduler.simulator.workload import SimRequest
@@ -165,10 +167,10 @@ class Replica(ABC):
         self.done.append(request)
 
     def _situation(self, looked: list[SimRequest]) -> Situation:
-        waiting, pressure = waiting_batch(looked), self._pressure(len(looked))
-        return Situation(self.config.prefill, waiting, self.now_s, pressure)
+        waiting, interference = waiting_batch(looked), self._interference(len(looked))
+        return Situation(self.config.prefill, waiting, self.now_s, interference)
 
-    def _pressure(self, joining: int) -> Pressure:
+    def _interference(self, joining: int) -> Interference:
         """What chunks would cost the running requests: alone, as learned, or riding in their verification
         (mixed), as it is."""
         running = self.rows.batch(None, 0)
@@ -176,7 +178,7 @@ class Replica(ABC):
             chunks = chunk_costs(self.config, self._drafts, len(self.rows))
         else:
             chunks = self._prefills.chunks(self.config.prefill.chunk_tokens)
-        return self._recent.pressure(self.config.latency, running, joining, chunks, self.now_s)
+        return self._recent.interference(self.config.latency, running, joining, chunks, self.now_s)
 
     def _finish_prefill(self, chunk: Chunk) -> None:
         ready = [r for r, _ in chunk if r.prefilled >= r.prompt_tokens]

@@ -8,7 +8,8 @@ from itertools import count
 import numpy as np
 from sortedcontainers import SortedList
 
-from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, looked_at, rank_of, tpot_to_meet_s
+from adaserve.scheduler.admission.order import looked_at, rank_of
+from adaserve.scheduler.admission.situation import PrefillConfig, WaitingBatch, tpot_to_meet_s
 from adaserve.scheduler.simulator.workload import SimRequest
 
 

@@ -17,6 +17,7 @@ from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreem
 from adaserve.bench.context.report import Cell, Mode, rising_from, table, winner
 from adaserve.bench.context.run import VERIFIED, ContextPlan, best_cells, run_context
 from adaserve.bench.context.simulated import simulate_context
+from adaserve.bench.context.speedup import Speedup, rises
 from adaserve.bench.kernels import forward_inputs
 from adaserve.cli import app
 from adaserve.engine.cpu import build
@@ -26,7 +27,6 @@ from adaserve.pair.long import CATEGORIES, long_prompts, ranks, sparse_logits, t
 from adaserve.pair.model import TinyLlama, rope, rotate
 from adaserve.pair.shape import Shape as PairShape
 from adaserve.pair.tokenizer import load_tokenizer
-from adaserve.scheduler.speedup import Speedup, rises
 
 needs_kernels = pytest.mark.skipif(build.load_kernels() is None, reason="no C compiler here")
 

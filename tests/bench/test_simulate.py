@@ -20,9 +20,9 @@ from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
 from adaserve.cli import app
 from adaserve.config import MOST_RUNNING, AdaServeConfig
-from adaserve.scheduler.calibration import N_BINS
-from adaserve.scheduler.latency import ForwardCost
-from adaserve.scheduler.profile import Profile
+from adaserve.scheduler.acceptance_calibration import N_BINS
+from adaserve.scheduler.costs.latency import ForwardCost
+from adaserve.scheduler.costs.profile import Profile
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.recorded import Recorded, RecordedChildren
 from adaserve.scheduler.simulator.run import simulate, violations

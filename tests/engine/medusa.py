@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as fn
 
 from adaserve.checkpoints.medusa import MedusaHeads
-from adaserve.engine.cpu.gumbel import read
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.cpu.noise import transformed
+from adaserve.engine.logits.logit_transform import LogitTransform
 from tests.engine.pairs import VOCAB
 
 HEADS = 3
@@ -60,8 +60,8 @@ def best_paths(
     levels: list[dict[tuple[int, ...], float]] = [{(): 0.0}]
     for level in range(depth):
         one, position = np.ones(1, np.float32), np.array([len(text) - 1 + level])
-        reading = Reading(one, spread * one, np.array([key], np.uint64), position)
-        logprobs = read(logits[level : level + 1], reading)[0].double().log_softmax(-1).tolist()
+        transform = LogitTransform(one, spread * one, np.array([key], np.uint64), position)
+        logprobs = transformed(logits[level : level + 1], transform)[0].double().log_softmax(-1).tolist()
         grown = {
             (*path, token): score + logprob
             for path, score in levels[-1].items()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaserve.engine.agree import Agreement
+from adaserve.engine.rank_sync import RankSync
 
 
 class Group:
-    """What an ``Agreement`` needs of SGLang's ``GroupCoordinator``. ``sent``: what the first rank has said
+    """What an ``RankSync`` needs of SGLang's ``GroupCoordinator``. ``sent``: what the first rank has said
     and the others have not heard yet."""
 
     def __init__(self, rank: int = 0, size: int = 1, sent: list[Any] | None = None) -> None:
@@ -22,5 +22,5 @@ class Group:
         return obj
 
 
-ALONE = Agreement(Group())
+ALONE = RankSync(Group())
 """Of a server with a single rank, which tells nobody."""

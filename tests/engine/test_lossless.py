@@ -15,7 +15,7 @@ from adaserve.engine import sampling
 from adaserve.engine.cpu.device import CpuDevice
 from adaserve.engine.logits import portions
 from adaserve.engine.penalties import Penalties
-from adaserve.engine.state import RequestState
+from adaserve.engine.request_state import RequestState
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.noise import request_key

@@ -11,8 +11,8 @@ import pytest
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.cpu.device import LEAST_GAIN
-from adaserve.scheduler.costs import known_sizes
-from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.costs.latency import LatencyModel
+from adaserve.scheduler.costs.learned import known_sizes
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.scheduler.replay import RecordedPrefill, read_events, read_recording, replay
 from tests.engine.conftest import adaserve_server

@@ -9,8 +9,8 @@ import pytest
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.policies import ServedPolicies
-from adaserve.scheduler.costs import LearnedCosts
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.costs.learned import LearnedCosts
 
 COSTS = LearnedCosts(LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001))
 

@@ -110,10 +110,10 @@ class Case:
         return held.length, held.pending
 
     def propose(self, depth: int, width: int, branching: tuple[int, ...] | None = None) -> Proposal:
-        drafting = self.source.propose(iteration_plan(len(PROMPTS), depth, width, branching), self.rows, None)
-        assert drafting is not None
-        self.caught_up = drafting.caught_up is not None
-        return drafting.read()
+        pending = self.source.propose(iteration_plan(len(PROMPTS), depth, width, branching), self.rows, None)
+        assert pending is not None
+        self.caught_up = pending.caught_up is not None
+        return pending.read()
 
     def commit(self, verified: verify.VerifyBatch, draws: np.ndarray) -> list[int]:
         """Accepts along ``draws``, as the worker does; accepted nodes of each row."""

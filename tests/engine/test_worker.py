@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from adaserve.engine import worker as module
+from adaserve.engine.request_state import RequestState
 from adaserve.engine.requests import Requests
-from adaserve.engine.state import RequestState
-from adaserve.engine.times import Times
+from adaserve.engine.time_breakdown import Times
 from adaserve.engine.worker import AdaServeWorker
 from adaserve.scheduler.interface import IterationOutcome
 from adaserve.slo.classes import SLO

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sched_factories import outcome, running, trees_from
 
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import chain_length, is_slo_aware
 from adaserve.scheduler.policies.adaptive_verify import RATE, AcceptanceModel, AdaptiveVerifyPolicy
 from adaserve.scheduler.policies.urgency import UrgencyPolicy

@@ -9,8 +9,8 @@ import pytest
 from sched_factories import beam_trees, outcome, running
 
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.interface import Context, IterationPlan
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.policies.base import BasePolicy
 

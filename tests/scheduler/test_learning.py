@@ -19,11 +19,16 @@ from adaserve.scheduler.acceptance import (
     find_tested,
     find_tested_in,
 )
+from adaserve.scheduler.acceptance_calibration import (
+    CEILING,
+    Calibrator,
+    bin_of,
+    claimed_probability,
+    path_product,
+)
 from adaserve.scheduler.averages import MovingAverage
-from adaserve.scheduler.calibration import CEILING, Calibrator, bin_of, claimed_probability, path_product
-from adaserve.scheduler.fit import fit_latency, fit_roofline
-from adaserve.scheduler.interface import CandidateTrees, Context, Draft, Selection
-from adaserve.scheduler.latency import (
+from adaserve.scheduler.costs.fit import fit_latency, fit_roofline
+from adaserve.scheduler.costs.latency import (
     ForwardCost,
     LatencyModel,
     ProfileError,
@@ -31,8 +36,9 @@ from adaserve.scheduler.latency import (
     default_latency,
     forward_s,
 )
+from adaserve.scheduler.costs.profile import Profile, load_profile, validate_profile
+from adaserve.scheduler.interface import CandidateTrees, Context, Draft, Selection
 from adaserve.scheduler.policies import build_policy
-from adaserve.scheduler.profile import Profile, load_profile, validate_profile
 from adaserve.scheduler.selection import everything
 
 TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512], np.float64)

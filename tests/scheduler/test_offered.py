@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from adaserve.scheduler.acceptance import AcceptanceRate
-from adaserve.scheduler.calibration import GROUPS, Calibrator, group_of
+from adaserve.scheduler.acceptance_calibration import GROUPS, Calibrator, group_of
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.interface import (
     MODEL,
     SECOND_MODEL,
@@ -20,7 +21,6 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.policies.priced import PricedPolicy
 from adaserve.scheduler.pricing import uncovered

@@ -13,8 +13,8 @@ from sched_factories import beam_trees, outcome, running, trees_from
 
 from adaserve.scheduler.acceptance import AcceptanceRate, expected_accept_length
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.paper import eurosys_shape, v1_shape
 from adaserve.scheduler.policies.priced import PricedPolicy

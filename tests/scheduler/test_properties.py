@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sched_factories import beam_trees, kept_sets, outcome, running, tree_rows, trees_from
 
-from adaserve.scheduler.calibration import CEILING, N_BINS
+from adaserve.scheduler.acceptance_calibration import CEILING, N_BINS
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TableCost
 from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan, RunningBatch
-from adaserve.scheduler.latency import ForwardCost, LatencyModel, TableCost
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.base import BasePolicy
 from adaserve.scheduler.policies.priced import PricedPolicy

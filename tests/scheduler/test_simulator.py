@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from sched_factories import running
 
 from adaserve.config import AdaServeConfig
-from adaserve.scheduler.calibration import N_BINS
+from adaserve.scheduler.acceptance_calibration import N_BINS
+from adaserve.scheduler.admission.interference import RecentWork
+from adaserve.scheduler.admission.prefill import plan_prefill
+from adaserve.scheduler.admission.situation import PrefillConfig, Situation, WaitingBatch
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.interface import Context, Draft, IterationPlan, Selection
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy
-from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch, plan_prefill
-from adaserve.scheduler.pressure import RecentWork
 from adaserve.scheduler.replay import (
     FLUSH_EVERY,
     RecordedPrefill,
@@ -358,8 +359,8 @@ class TestPrefill:
         queue = WaitingBatch(np.array([0.0, 1.0, 2.0]), np.array([9.0, 2.0, 9.0]), np.array([50, 40, 30]),
                              np.array([False, False, True]), np.full(3, np.inf), np.zeros(3))  # fmt: skip
         chunks = np.array([1, 512]), np.array([0.03, 0.1])
-        pressure = RecentWork().pressure(LATENCY, running(3), 3, chunks, now_s)
-        return plan_prefill(Situation(config, queue, now_s, pressure), 3)
+        interference = RecentWork().interference(LATENCY, running(3), 3, chunks, now_s)
+        return plan_prefill(Situation(config, queue, now_s, interference), 3)
 
     @pytest.mark.parametrize(
         ("order", "want"), [("fcfs", [2, 0, 1]), ("slack", [2, 1, 0]), ("short", [2, 1, 0])]

@@ -11,8 +11,8 @@ from sched_factories import beam_trees, outcome, running, trees_from
 from test_policies import NAMES
 
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TableCost
 from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan
-from adaserve.scheduler.latency import ForwardCost, LatencyModel, TableCost
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.policies.base import BasePolicy
 

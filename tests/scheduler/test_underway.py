@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.interface import Draft, IterationOutcome, RunningBatch
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.replay import Recorder, read_recording, replay
 from tests.scheduler.sched_factories import beam_trees, outcome, running

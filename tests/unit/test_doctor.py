@@ -14,9 +14,9 @@ import pytest
 
 from adaserve import doctor, patches
 from adaserve.config import AdaServeConfig
-from adaserve.engine.costs import kept_costs
+from adaserve.engine.costs import cost_cache
 from adaserve.errors import UserError
-from adaserve.scheduler.profile import Profile
+from adaserve.scheduler.costs.profile import Profile
 
 
 def test_python() -> None:
@@ -167,8 +167,8 @@ def test_profiles(tmp_path: Path) -> None:
     """One counts that a server here would use, which is found by what it was measured with."""
     assert doctor.check_profile(tmp_path)[0].found.startswith("none")
     (tmp_path / "damaged.json").write_text("{}")
-    args = SimpleNamespace(**dict.fromkeys(kept_costs._OF_SERVER), model_path="target")
-    here = kept_costs.fingerprint((), AdaServeConfig(), args)
+    args = SimpleNamespace(**dict.fromkeys(cost_cache._OF_SERVER), model_path="target")
+    here = cost_cache.cache_key((), AdaServeConfig(), args)
     points = np.array([[1.0, 256.0, 1.0, 0.01]])
     for name, changed in (("cpu", {"host": "another"}), ("torch", {"torch": "2.0.0"})):
         Profile(points, points, meta=here | changed).save(tmp_path / f"{name}.json")

@@ -25,7 +25,7 @@ import pytest
 from typer.testing import CliRunner
 
 from adaserve.cli import app
-from adaserve.engine.costs.host_costs import FIRST_LOOK
+from adaserve.engine.costs.cost_monitor import FIRST_LOOK
 from adaserve.fleet import cli, local
 from adaserve.fleet.local import GRACE_S, Fleet, ReplicaSpec, RouterSpec
 from adaserve.host.ports import free_port

@@ -14,11 +14,11 @@ from rich.progress import Progress
 from torch import Tensor
 
 from adaserve.bench.context.report import Mode
+from adaserve.bench.context.speedup import SINKS
 from adaserve.pair.evaluate import noise_of, write
 from adaserve.pair.long import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import load_hf
 from adaserve.pair.tokenizer import load_tokenizer
-from adaserve.scheduler.speedup import SINKS
 from adaserve.sharpening import load_sharpening
 
 

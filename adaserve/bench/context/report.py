@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from adaserve.bench import markdown
+from adaserve.bench.context.speedup import SINKS, Speedup, rises
 from adaserve.host.files import write_json
 from adaserve.loadgen.figures import color, legend, panels, save
-from adaserve.scheduler.speedup import SINKS, Speedup, rises
 
 
 @dataclass(frozen=True)

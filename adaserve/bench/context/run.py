@@ -19,6 +19,7 @@ from rich.console import Console
 
 from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreement
 from adaserve.bench.context.report import Cell, Mode, table, write
+from adaserve.bench.context.speedup import Drafting, Speedup, inflection
 from adaserve.bench.display import progress
 from adaserve.bench.kernels import SETS, forward_inputs, in_turns, kv_bytes, random_model, require_memory
 from adaserve.engine.cpu import build
@@ -29,9 +30,8 @@ from adaserve.pair.folders import weights_folder
 from adaserve.pair.shape import Shape, shape_of
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.pair.widen import Width, widened_shape
-from adaserve.scheduler.fit import fit_table
-from adaserve.scheduler.latency import TableCost
-from adaserve.scheduler.speedup import Drafting, Speedup, inflection
+from adaserve.scheduler.costs.fit import fit_table
+from adaserve.scheduler.costs.latency import TableCost
 from adaserve.terminal import say
 
 TREES = (*((depth, 1) for depth in (1, 2, 3, 4, 6, 8)), *((d, w) for w in (2, 3) for d in (1, 2, 3, 4)))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adaserve.bench.context.report import Cell, table
+from adaserve.bench.context.speedup import Drafting, best, inflection
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
-from adaserve.scheduler.speedup import Drafting, best, inflection
 
 
 @dataclass(frozen=True)

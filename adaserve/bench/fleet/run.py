@@ -32,8 +32,8 @@ from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.results import command_line, iter_records
-from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.simulator.forecasts import CLOSE
+from adaserve.scheduler.costs.latency import LatencyModel
+from adaserve.scheduler.simulator.forecast_accuracy import CLOSE
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import PREDICTED, RequestRecord

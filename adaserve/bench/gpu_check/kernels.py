@@ -30,22 +30,22 @@ from adaserve.bench.gpu_check.search import Recorded, check_search
 from adaserve.bench.gpu_check.unread import check_unread
 from adaserve.bench.gpu_check.walk import check_walk
 from adaserve.config import GPU_WIDTH
+from adaserve.engine.beam_levels import Levels
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
+from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.filter_kernel import filter_fused
 from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInferKernel
 from adaserve.engine.gpu.grow_kernel import grow_fused
-from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.kernel_choice import own_kernel
-from adaserve.engine.gpu.layout import Extent, change_windows, list_slots, slot_lists
+from adaserve.engine.gpu.layout import Extent, change_tree_mask, list_slots, slot_lists
 from adaserve.engine.gpu.layout_kernel import change_fused, list_fused
 from adaserve.engine.gpu.move_kernel import PathMover
-from adaserve.engine.gpu.noise_kernel import best_fused, read_fused
+from adaserve.engine.gpu.noise_kernel import best_fused, transform_fused
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
-from adaserve.engine.levels import Levels
 from adaserve.engine.logits.filters import Filter, by_sort, differences, examples
 from adaserve.engine.trees.attention import Scores
-from adaserve.engine.trees.batch import Gap
+from adaserve.engine.trees.batch import ContextGap
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 from adaserve.host.processes import end_children
@@ -163,7 +163,7 @@ def _kept(case: Case) -> torch.dtype:
 
 def _kernel(name: str, case: Case, buffers: AttentionBuffers) -> TreeKernel:
     types = TYPES[case.dtype][0], _kept(case)
-    heads = HeadShape(case.q_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, *types)
+    heads = AttentionShape(case.q_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, *types)
     device = buffers.mask.device
     if name == "triton":
         return own_kernel(heads, device)(buffers, case.rows, 0)
@@ -201,7 +201,7 @@ def check_layout(rows: int, context: int, width: int, device: torch.device) -> d
     rng = np.random.default_rng(0)
     table = torch.from_numpy(rng.permutation(rows * context).reshape(rows, context).astype(np.int32))
     kv_lens, q_lens = rng.integers(width, context // 2, rows), rng.integers(1, 6, rows)
-    gap = Gap(3, rng.integers(0, context // 2, rows) * (np.arange(rows) % 3 > 0))
+    gap = ContextGap(3, rng.integers(0, context // 2, rows) * (np.arange(rows) % 3 > 0))
     padded = Extent(np.zeros(rows + 2, np.int64), np.append(kv_lens, [1, 1]))
     lists = torch.from_numpy(slot_lists(padded, rng.permutation(rows), gap))
     extent, wrong = Extent(q_lens, kv_lens), 0
@@ -216,7 +216,7 @@ def check_layout(rows: int, context: int, width: int, device: torch.device) -> d
     seen = torch.from_numpy(rng.random((1, len(ends[0]), width)) < 0.5)
     words = got.mask.view(torch.int32)
     for shows in (False, True):
-        change_windows(right.mask, ends, seen, shows)
+        change_tree_mask(right.mask, ends, seen, shows)
         change_fused(words, ends.to(device), seen.to(device), shows)
         wrong += int((right.mask != got.mask.cpu()).sum())
     return {"rows": rows, "context": context, "width": width, "wrong": wrong, "right": not wrong}
@@ -237,7 +237,7 @@ def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) ->
     spread[::3] = 0
     columns = (torch.linspace(0.5, 2, rows), spread, keys, torch.arange(rows))
     there, scale, much, key, position = (c.to(device) for c in (logits, *columns))
-    right, got = noise.read(logits, *columns), read_fused(there, scale, much, key, position).cpu()
+    right, got = noise.transformed(logits, *columns), transform_fused(there, scale, much, key, position).cpu()
     pairs, logprobs = [(right, got)], right.log_softmax(dim=-1)
     for count in (NARROW, GPU_WIDTH):  # compiled for either
         best, at = (values.cpu() for values in best_fused(there, scale, much, key, position, None, count))

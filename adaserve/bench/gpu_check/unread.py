@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaserve.engine.gpu.unread import write_nodes
+from adaserve.engine.gpu.unread_candidates import write_nodes
 from adaserve.engine.gpu.unread_kernel import write_fused
 from adaserve.engine.trees.batch import UnreadNodes
 from adaserve.engine.trees.shape import tree_shape

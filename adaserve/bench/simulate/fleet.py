@@ -12,7 +12,7 @@ import numpy as np
 
 from adaserve.bench.simulate.hardware import PROFILED_CACHE
 from adaserve.bench.simulate.served import served
-from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.simulator.paced import PacedReplica, PaceTable, learn_pace
 from adaserve.scheduler.simulator.recorded import RECORDED_TEXT, load_recorded
 from adaserve.scheduler.simulator.run import SimulationConfig, serve, simulate, to_record, violations

@@ -6,7 +6,7 @@ import numpy as np
 
 from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.served import served
-from adaserve.scheduler.simulator.forecasts import CLOSE, close_share, predict_requests
+from adaserve.scheduler.simulator.forecast_accuracy import CLOSE, close_share, predict_requests
 from adaserve.scheduler.simulator.workload import TextModel, make_requests
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.trace import Trace

@@ -20,10 +20,10 @@ from adaserve.bench.study import COMMAND, Case, Setting, markdown, plot_violatio
 from adaserve.checked import Checked
 from adaserve.host.files import write_json
 from adaserve.loadgen.results import command_line
+from adaserve.scheduler.admission.situation import Order, PrefillConfig
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.policies import build_policy, chain_length
-from adaserve.scheduler.prefill import Order, PrefillConfig
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT
 from adaserve.scheduler.simulator.order import ROW_ORDERS
 from adaserve.scheduler.simulator.recorded import RECORDED_TEXT, load_children

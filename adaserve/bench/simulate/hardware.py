@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaserve.scheduler.fit import fit_latency
-from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.profile import load_profile
+from adaserve.scheduler.costs.fit import fit_latency
+from adaserve.scheduler.costs.latency import LatencyModel
+from adaserve.scheduler.costs.profile import load_profile
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 
 PROFILED_CACHE = 200_000

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from adaserve.config import MOST_RUNNING, AdaServeConfig
-from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.admission.situation import PrefillConfig
+from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.policies import build_policy, chain_length, is_slo_aware
-from adaserve.scheduler.prefill import PrefillConfig
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
 

@@ -15,8 +15,8 @@ from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import length_of
 from adaserve.bench.sweep.workload import unread
+from adaserve.scheduler.costs.latency import LatencyModel, StepCost, TableCost
 from adaserve.scheduler.interface import Context
-from adaserve.scheduler.latency import LatencyModel, StepCost, TableCost
 from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
 from adaserve.scheduler.simulator.workload import TextModel
 from adaserve.slo.metrics import RequestRecord
@@ -126,7 +126,7 @@ def as_served(profile: LatencyModel, results: Results) -> LatencyModel:
     ratio = [float(np.median(np.array(ratios)[doublings == k])) for k in known]
     sizes = np.unique(np.concatenate([2.0**known, SIZES]))
     times = np.maximum.accumulate(profile.verify_s(sizes) * np.interp(np.log2(sizes), known, ratio))
-    table = TableCost(tuple(sizes.tolist()), tuple(times.tolist()), *profile.verify.reading)
+    table = TableCost(tuple(sizes.tolist()), tuple(times.tolist()), *profile.verify.kv_read)
     return replace(profile, verify=table)
 
 
@@ -179,7 +179,7 @@ def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
 
 
 def _scaled(cost: StepCost, factor: float) -> TableCost:
-    return TableCost(tuple(SIZES.tolist()), tuple((factor * cost.alone(SIZES)).tolist()), *cost.reading)
+    return TableCost(tuple(SIZES.tolist()), tuple((factor * cost.alone(SIZES)).tolist()), *cost.kv_read)
 
 
 def _fit(chains: Sequence[tuple[int, float]]) -> float:

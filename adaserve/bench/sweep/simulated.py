@@ -25,9 +25,9 @@ from adaserve.bench.sweep.host_model import (
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
 from adaserve.config import MOST_RUNNING, AdaServeConfig
+from adaserve.scheduler.admission.situation import PrefillConfig
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.prefill import PrefillConfig
+from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, drawn_difficulty

@@ -1,7 +1,7 @@
 """When prefills run beside decoding requests, and how large their chunks are: the engine's side.
 
-The rule is ``scheduler/prefill.py``, which the simulator calls too. Here it gets what the engine knows: which
-requests decode, which wait, and how long an iteration and a chunk take.
+The rule is ``scheduler/admission/prefill.py``, which the simulator calls too. Here it gets what the engine
+knows: which requests decode, which wait, and how long an iteration and a chunk take.
 """
 
 from __future__ import annotations
@@ -16,24 +16,19 @@ import numpy as np
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.admission.encoders import tokens_to_encode
-from adaserve.engine.agree import Agreement
-from adaserve.engine.state import RequestState, running_batch
+from adaserve.engine.rank_sync import RankSync
+from adaserve.engine.request_state import RequestState, running_batch
 from adaserve.patches.scheduler.served_worker import Load
-from adaserve.scheduler.costs import LearnedCosts
-from adaserve.scheduler.fairness import HoldBudget, binding_rows
-from adaserve.scheduler.forecast import Outlook
+from adaserve.scheduler.admission.fairness import HoldBudget, binding_rows
+from adaserve.scheduler.admission.interference import RecentWork
+from adaserve.scheduler.admission.order import looked_at
+from adaserve.scheduler.admission.prediction import TPOTPredictor
+from adaserve.scheduler.admission.prefill import PrefillPlan, plan_prefill
+from adaserve.scheduler.admission.situation import Situation, WaitingBatch, first_token_due_s, tpot_to_meet_s
+from adaserve.scheduler.costs.learned import LearnedCosts
+from adaserve.scheduler.costs.prefills import LearnedPrefills
 from adaserve.scheduler.interface import IntArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.policies import is_slo_aware
-from adaserve.scheduler.prefill import (
-    PrefillPlan,
-    Situation,
-    WaitingBatch,
-    first_token_due_s,
-    looked_at,
-    plan_prefill,
-    tpot_to_meet_s,
-)
-from adaserve.scheduler.pressure import LearnedPrefills, RecentWork
 from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
@@ -74,7 +69,7 @@ class PrefillPacer:
         costs: LearnedCosts,
         ledger: SLOLedger,
         states: Mapping[int, RequestState],
-        agreement: Agreement,
+        agreement: RankSync,
         tenant_share: float = 1.0,
     ) -> None:
         """``states``: the worker's, by request-pool row. ``tenant_share``: share of the time for which one
@@ -87,7 +82,7 @@ class PrefillPacer:
         one_s, far_s = costs.first_prefills_s(np.array([1.0, LearnedPrefills.FAR]))
         self._prefills = LearnedPrefills(float(one_s), float(far_s))
         self._encoders = LearnedPrefills(float(one_s), float(far_s))  # of images: nothing better is known
-        self.outlook = Outlook(costs)
+        self.predictor = TPOTPredictor(costs)
         self._recent = RecentWork()
         # Credit comes back while it is spent, so it lasts longer than what may be saved up.
         at_once_s = tenant_share * self._rule.patience_s
@@ -123,7 +118,7 @@ class PrefillPacer:
         self._recent.decoded(rids, outcome.new_tokens, verified, outcome.prefill_tokens, outcome.cycle_s)
         self._holds.charge(self._holders, outcome.total_s, outcome.end_s)
         self._holders = set()
-        self.outlook.observe(outcome)
+        self.predictor.observe(outcome)
 
     # -- deciding -----------------------------------------------------------------------------
 
@@ -147,13 +142,13 @@ class PrefillPacer:
         if self._holds.limits:
             starting = set(plan.order.tolist()) if plan.tokens else set()
             held = [r for i, r in enumerate(view.waiting) if i not in starting]
-            binding = binding_rows(situation.pressure.slack_s, view.batch.tpot_slo_s)
+            binding = binding_rows(situation.interference.slack_s, view.batch.tpot_slo_s)
             tight = [view.running[i] for i in binding]
             self._holders = self._holding_up(tight, held)
         return replace(plan, order=order)
 
     def view(self, load: Load, now_s: float) -> View:
-        """The pressure is computed for one request more than those that are looked at."""
+        """The interference is computed for one request more than those that are looked at."""
         started = [] if load.started is None else [load.started]
         every = [self._aim(req) for req in (*started, *load.waiting)]
         queued = every[len(started) :]
@@ -163,10 +158,12 @@ class PrefillPacer:
         places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)
         running, batch = self._decoding(load.running, now_s)
         chunks = self._prefills.chunks(load.most_tokens, self._costs.slowdown)
-        pressure = self._recent.pressure(self._costs, batch, len(waiting) + 1, chunks, now_s)
+        interference = self._recent.interference(self._costs, batch, len(waiting) + 1, chunks, now_s)
         rule = replace(self._rule, chunk_tokens=load.most_tokens)
         queue = self._waiting(waiting, aims, load.started)
-        return View(Situation(rule, queue, now_s, pressure), waiting, places, every, running, batch, turns)
+        return View(
+            Situation(rule, queue, now_s, interference), waiting, places, every, running, batch, turns
+        )
 
     def _looked_at(
         self, waiting: Sequence[Any], aims: Sequence[Aim], now_s: float

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
-from adaserve.engine.admission.forecast import Forecaster
+from adaserve.engine.admission.forecaster import Forecaster
 from adaserve.patches.scheduler.served_worker import Load, Refusal
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.ledger import SLOLedger

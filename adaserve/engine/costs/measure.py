@@ -17,7 +17,7 @@ import torch
 from adaserve.engine.device import Device, Drafter, ModelForward
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.errors import UnsupportedError
-from adaserve.scheduler.profile import Profile
+from adaserve.scheduler.costs.profile import Profile
 
 ENGINE_OVERHEAD_S = 1.0e-3
 """SGLang's own time around an iteration, until one has been observed."""
@@ -197,7 +197,7 @@ def _sweep(timed: _Timed, sizes: Iterable[int], per_row: int, grid: Grid) -> np.
 
 def _long(timed: _Timed, per_row: int, short: int) -> list[tuple[float, ...]]:
     """Forwards of one and of ``per_row`` tokens per request, each with a ``short`` context and with the
-    longest: they tell sum L from sum q L (``fit_reading``)."""
+    longest: they tell sum L from sum q L (``fit_kv_read``)."""
     points = []
     for rows, each in itertools.product((1, min(4, timed.room.most_rows)), (1, per_row)):
         long = timed.room.longest(rows, each)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from adaserve.engine.plain_attention import plain_layers, require_no_more, scales_of, write_kv
+from adaserve.engine.kv_writes import scales_of, write_kv
+from adaserve.engine.model_support import plain_layers, require_no_more
 from adaserve.engine.trees.attention import Scores, TreeAttentionPlan, attend, causal_plan, gather_slots
 
 

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from adaserve.checkpoints.draft_kind import HEADS
 from adaserve.config import AdaServeConfig
-from adaserve.engine.clock import HostMark
-from adaserve.engine.cpu import gumbel
+from adaserve.engine.cpu import noise
 from adaserve.engine.cpu.filter import by_selection
 from adaserve.engine.cpu.forwards import CpuForward, cpu_forward
 from adaserve.engine.cpu.heads import HeadForward, head_forward
 from adaserve.engine.cpu.install import store_again
-from adaserve.engine.cpu.lean import draft_storage
-from adaserve.engine.cpu.linear import Storage
+from adaserve.engine.cpu.linear import Storage, draft_storage
 from adaserve.engine.cpu.medusa import MedusaForward, medusa_forward
+from adaserve.engine.device_timing import HostMark
 from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.trees import verify
 
@@ -50,10 +49,10 @@ class CpuDevice:
         target: CpuForward,
         *drafts: CpuForward,
         medusa: MedusaForward | None = None,
-        itself: CpuForward | None = None,
+        self_drafter: CpuForward | None = None,
     ) -> None:
-        self.target, self.drafts, self.medusa, self.itself = target, drafts, medusa, itself
-        others = [drafter for drafter in (medusa, itself) if drafter is not None]
+        self.target, self.drafts, self.medusa, self.self_drafter = target, drafts, medusa, self_drafter
+        others = [drafter for drafter in (medusa, self_drafter) if drafter is not None]
         self.drafters: Sequence[CpuForward | MedusaForward] = (*drafts, *others)
         heads = [draft for draft in self.drafters if isinstance(draft, HeadForward | MedusaForward)]
         self.target_states = heads[0].target_states if heads else None
@@ -77,8 +76,8 @@ class CpuDevice:
             medusa = medusa_forward(target, Path(config.medusa), stored)
         shift = RotaryShift.of(target)
         made = cpu_forward(target, shift)
-        itself = cpu_forward(target, shift) if config.has_self else None  # so that its time is that of drafts
-        return cls(made, *map(draft_forward, drafts), medusa=medusa, itself=itself)
+        self_drafter = cpu_forward(target, shift) if config.has_self else None  # timed as drafts are
+        return cls(made, *map(draft_forward, drafts), medusa=medusa, self_drafter=self_drafter)
 
     def is_busy(self) -> bool:
         """Never: on a CPU everything queued is already done."""
@@ -94,12 +93,12 @@ class CpuDevice:
         return HostValues(tensors)
 
     filter = staticmethod(by_selection)
-    draw = staticmethod(gumbel.draw)
+    draw = staticmethod(noise.draw)
 
     def accept(
         self, tensors: Mapping[str, Tensor], draws: Tensor, n: int, deepest: int, stride: int
     ) -> verify.Acceptance:
-        return verify.walk(tensors, draws, n, stride)
+        return verify.accept_paths(tensors, draws, n, stride)
 
     def in_place(self, verified: verify.VerifyBatch, acceptance: verify.Acceptance) -> bool:
         """Mostly it does: the likeliest path is verified where it would be committed."""

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.clock import HostMark
-from adaserve.engine.cpu.beam import MAX_WIDTH, BeamArrays
-from adaserve.engine.cpu.gumbel import best_of
-from adaserve.engine.cpu.install import lean_of
-from adaserve.engine.cpu.lean import LeanModel
+from adaserve.engine.beam_levels import Levels
+from adaserve.engine.cpu.beam_arrays import MAX_WIDTH, BeamArrays
+from adaserve.engine.cpu.install import llama_of
+from adaserve.engine.cpu.llama import LlamaModel
 from adaserve.engine.cpu.native import NativeBackend
+from adaserve.engine.cpu.noise import best_of
 from adaserve.engine.cpu.params import Before, Inputs
 from adaserve.engine.cpu.sglang_forward import SGLangForward
 from adaserve.engine.device import Beams, KeepGoing, Ready, Run, Search
-from adaserve.engine.levels import Levels
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.device_timing import HostMark
+from adaserve.engine.logits.logit_transform import LogitTransform
 from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.trees.attention import (
     TreeAttentionPlan,
@@ -48,15 +48,16 @@ class CpuModel(Protocol):
         """Greedy token of each row, int64 [rows]."""
         ...
 
-    def topk_logprobs(self, hidden: Tensor, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
-        """Best ``width`` tokens of softmax(logits as ``reading`` says): fp32 log-probabilities, int64 ids."""
+    def topk_logprobs(self, hidden: Tensor, transform: LogitTransform, width: int) -> tuple[Tensor, Tensor]:
+        """Best ``width`` tokens of softmax(logits as ``transform`` says): fp32 log-probabilities, int64
+        ids."""
         ...
 
 
-class LeanForward:
+class LlamaForward:
     """Our own forward straight on the KV pool, without SGLang's bookkeeping."""
 
-    def __init__(self, model: LeanModel, pool: Any) -> None:
+    def __init__(self, model: LlamaModel, pool: Any) -> None:
         self.model, self.pool = model, pool
         self.logits, self.argmax, self.topk_logprobs = model.logits, model.argmax, model.topk_logprobs
 
@@ -80,7 +81,7 @@ class CpuForward:
     @property
     def storage(self) -> str:
         """How the weights are stored; "sglang" where SGLang's own forward runs."""
-        return self.model.model.held.stored if isinstance(self.model, LeanForward) else "sglang"
+        return self.model.model.held.stored if isinstance(self.model, LlamaForward) else "sglang"
 
     def fill(self, batch: TreeBatch) -> None:
         """Never called: no call of this device leaves anything to wait for."""
@@ -126,22 +127,26 @@ class CpuForward:
             return self.model.argmax(states)
 
     def rehearse(self, batch: TreeBatch, width: int) -> int:
-        self._best(self.run(batch), Reading.plain(np.ones(len(batch))), width)
+        self._best(self.run(batch), LogitTransform.plain(np.ones(len(batch))), width)
         return 1
 
     def _best(
-        self, states: Tensor, reading: Reading, width: int, forbid: Callable[[Tensor], None] | None = None
+        self,
+        states: Tensor,
+        transform: LogitTransform,
+        width: int,
+        forbid: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         with self._timed():
             if forbid is None:
-                return self.model.topk_logprobs(states, reading, width)
-            return best_of(self.model.logits(states), reading, width, forbid)
+                return self.model.topk_logprobs(states, transform, width)
+            return best_of(self.model.logits(states), transform, width, forbid)
 
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
         """All levels in one call of our kernels where they can, else level by level."""
         shape, model = search.shape, self.model
         fits = not shape.is_branching and shape.beams[0] <= MAX_WIDTH and search.forbid is None
-        if fits and isinstance(model, LeanForward) and (native := model.model.native) is not None:
+        if fits and isinstance(model, LlamaForward) and (native := model.model.native) is not None:
             beams = self._native(native, model.pool, first, search, keep)
         else:
             beams = self._walk(first, search, keep)
@@ -174,7 +179,7 @@ class CpuForward:
         roots = torch.from_numpy(np.cumsum(first.q_lens) - 1)
         forbid = forbidding(search, levels, 1)
         states = self.run(first)[roots]
-        logprob, token = self._best(states, search.reading(1, 1), shape.beams[0], forbid)
+        logprob, token = self._best(states, search.transform(1, 1), shape.beams[0], forbid)
         levels.start(logprob.double(), token)
         kv_lens = without_gap(search.base + shape.width, first.gap)
         kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens, first.gap)
@@ -186,7 +191,7 @@ class CpuForward:
             states = self._hidden(self._inputs(batch, plan, self._before_level(states, levels, step)))
             m = len(batch) // a
             forbid = forbidding(search, levels, step)
-            best = self._best(states, search.reading(m, step), levels.children(step), forbid)
+            best = self._best(states, search.transform(m, step), levels.children(step), forbid)
             logprob, token = (v.view(a, m, -1) for v in best)
             levels.grow(step, logprob.double(), token)
         return found(levels, len(shape.beams))
@@ -228,6 +233,6 @@ def level_batch(levels: Levels, search: Search, step: int, kv_lens: np.ndarray) 
 
 def cpu_forward(runner: Any, shift: RotaryShift | None = None) -> CpuForward:
     """The forward of the model that a ``ModelRunner`` holds."""
-    lean = lean_of(runner.model)
-    model = SGLangForward(runner) if lean is None else LeanForward(lean, runner.token_to_kv_pool)
+    llama = llama_of(runner.model)
+    model = SGLangForward(runner) if llama is None else LlamaForward(llama, runner.token_to_kv_pool)
     return CpuForward(model, runner.req_to_token_pool.req_to_token, shift)

@@ -24,15 +24,16 @@ from typing import Any
 from torch import Tensor
 
 from adaserve.checkpoints.draft_kind import EAGLE3, MTP
-from adaserve.engine.cpu.extract import head_obstacle, mtp_obstacle, read_head, read_mtp
-from adaserve.engine.cpu.forwards import CpuForward, LeanForward
-from adaserve.engine.cpu.install import LEAN_ATTRIBUTE, grow_rotary_table, lean_of
-from adaserve.engine.cpu.lean import LeanModel
+from adaserve.engine.beam_levels import Levels
+from adaserve.engine.cpu.extract import read_head, read_mtp
+from adaserve.engine.cpu.forwards import CpuForward, LlamaForward
+from adaserve.engine.cpu.install import LLAMA_ATTRIBUTE, grow_rotary_table, llama_of
+from adaserve.engine.cpu.kernel_support import head_obstacle, mtp_obstacle
 from adaserve.engine.cpu.linear import Storage
+from adaserve.engine.cpu.llama import LlamaModel
 from adaserve.engine.cpu.params import Before, ModelConfig, ModelWeights
 from adaserve.engine.device import KeepGoing, Ready, Search
 from adaserve.engine.hidden_states import HiddenStates, hidden_states
-from adaserve.engine.levels import Levels
 from adaserve.engine.trees.attention import token_slots
 from adaserve.engine.trees.batch import TreeBatch, without_first
 from adaserve.errors import UnsupportedError
@@ -41,7 +42,7 @@ from adaserve.errors import UnsupportedError
 class HeadForward(CpuForward):
     """``ModelForward`` of a head. Its states are the input of its own next step."""
 
-    def __init__(self, model: LeanForward, req_to_token: Tensor, hidden: HiddenStates) -> None:
+    def __init__(self, model: LlamaForward, req_to_token: Tensor, hidden: HiddenStates) -> None:
         super().__init__(model, req_to_token)
         self.target_states = hidden
 
@@ -63,15 +64,15 @@ class HeadForward(CpuForward):
         return Before(taken.flatten(0, 1))
 
 
-def lean_target(target: Any, who_needs: str) -> LeanModel:
+def llama_target(target: Any, who_needs: str) -> LlamaModel:
     """Our forward of the target in the ``ModelRunner``. Raises UnsupportedError where there is none."""
-    lean = lean_of(target.model)
-    if lean is None:
+    llama = llama_of(target.model)
+    if llama is None:
         raise UnsupportedError(
             f"{who_needs} AdaServe's own forward of the target on a CPU: serve a Llama or Qwen "
             "target that is not quantized, and not with --cpu-weights off"
         )
-    return lean
+    return llama
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,11 @@ def head_forward(target: Any, head: Any, storage: Storage) -> HeadForward:
     kind = _KINDS[type(model).__name__]
     if (reason := kind.obstacle(model)) is not None:
         raise UnsupportedError(f"this {kind.name} is not supported on a CPU: {reason}")
-    read = lean_target(target, f"an {kind.name} needs")
+    read = llama_target(target, f"an {kind.name} needs")
     read.sink = hidden = hidden_states(target, model)
     grow_rotary_table(model)
-    lean = LeanModel(*kind.read(model), storage)
-    object.__setattr__(model, LEAN_ATTRIBUTE, lean)  # where better weights are put
-    return HeadForward(LeanForward(lean, head.token_to_kv_pool), head.req_to_token_pool.req_to_token, hidden)
+    llama = LlamaModel(*kind.read(model), storage)
+    object.__setattr__(model, LLAMA_ATTRIBUTE, llama)  # where better weights are put
+    return HeadForward(
+        LlamaForward(llama, head.token_to_kv_pool), head.req_to_token_pool.req_to_token, hidden
+    )

@@ -1,4 +1,4 @@
-"""Puts the lean forward under a model that SGLang has loaded, so that every path uses it."""
+"""Puts our own forward under a model that SGLang has loaded, so that every path uses it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from adaserve.engine.cpu.extract import obstacle, read_weights
-from adaserve.engine.cpu.lean import LeanModel
+from adaserve.engine.cpu.extract import read_weights
+from adaserve.engine.cpu.kernel_support import obstacle
 from adaserve.engine.cpu.linear import Storage
+from adaserve.engine.cpu.llama import LlamaModel
 from adaserve.engine.cpu.params import Inputs
 from adaserve.host.cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
-LEAN_ATTRIBUTE = "adaserve_lean"
+LLAMA_ATTRIBUTE = "adaserve_llama"
 
 
 def limit_threads() -> None:
@@ -33,8 +34,8 @@ def install(model: Any, storage: Storage) -> None:
         logger.warning("AdaServe: SGLang's own CPU forward is used, which is slower: %s", reason)
         return
     grow_rotary_table(model)
-    lean = LeanModel(*read_weights(model), storage)
-    object.__setattr__(model, LEAN_ATTRIBUTE, lean)
+    llama = LlamaModel(*read_weights(model), storage)
+    object.__setattr__(model, LLAMA_ATTRIBUTE, llama)
 
     def forward(
         input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, *_: Any, **__: Any
@@ -43,28 +44,28 @@ def install(model: Any, storage: Storage) -> None:
 
         pool = get_token_to_kv_pool()
         inputs = Inputs(input_ids, positions, forward_batch.out_cache_loc, get_attn_backend().plan)
-        return lean.forward(inputs, pool.k_buffer, pool.v_buffer)
+        return llama.forward(inputs, pool.k_buffer, pool.v_buffer)
 
     def logits(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Bit by bit those of verifications, and without torch's threads, which wait for each other."""
-        return lean.logits(hidden_states)
+        return llama.logits(hidden_states)
 
     model.model.forward = forward
     model.logits_processor._compute_lm_head = logits
 
 
-def lean_of(model: Any) -> LeanModel | None:
+def llama_of(model: Any) -> LlamaModel | None:
     """Our forward under a model that SGLang has loaded; None where that is SGLang's own."""
-    lean: LeanModel | None = getattr(model, LEAN_ATTRIBUTE, None)
-    return lean
+    llama: LlamaModel | None = getattr(model, LLAMA_ATTRIBUTE, None)
+    return llama
 
 
 def store_again(model: Any, storage: Storage) -> None:
-    """Stores the weights of a draft with the lean forward again, in another format or without tokens that it
+    """Stores the weights of a draft with our own forward again, in another format or without tokens that it
     should not know: when the model is loaded, it is not yet known that it is a draft."""
-    lean = lean_of(model)
-    if lean is not None and (lean.storage != storage or getattr(model, "hot_token_id", None) is not None):
-        lean.store(read_weights(model)[0], storage)
+    llama = llama_of(model)
+    if llama is not None and (llama.storage != storage or getattr(model, "hot_token_id", None) is not None):
+        llama.store(read_weights(model)[0], storage)
 
 
 _TREE_HEADROOM = 64

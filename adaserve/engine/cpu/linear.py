@@ -8,6 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch.nn import functional
 
+from adaserve.engine.cpu import build
+
 Storage = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 """How weights are stored; int8 is for drafts, and for the C kernels alone."""
 STORAGES: tuple[Storage, ...] = get_args(Storage)
@@ -73,3 +75,15 @@ def _mkldnn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return lambda x: functional.linear(x, weight, bias)
+
+
+def draft_storage(asked: Storage, of_target: Storage) -> Storage:
+    """How a draft's weights are stored. A draft may be wrong, so ``auto`` rounds them to 8 bits where the
+    processor multiplies such numbers fast. Elsewhere it is as for the target, and so it is in any case
+    without the C kernels, which alone hold 8 bits."""
+    if asked not in ("auto", "int8"):
+        return asked
+    kernels = build.load_kernels()
+    if kernels is None or (asked == "auto" and not kernels.ada_fast_int8()):
+        return of_target
+    return "int8"

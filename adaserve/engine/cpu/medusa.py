@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, require_target
-from adaserve.engine.clock import HostMark
+from adaserve.engine.beam_levels import Levels
 from adaserve.engine.cpu.forwards import forbidding, found
-from adaserve.engine.cpu.gumbel import best_of
-from adaserve.engine.cpu.heads import lean_target
-from adaserve.engine.cpu.lean import LeanModel
+from adaserve.engine.cpu.heads import llama_target
 from adaserve.engine.cpu.linear import Storage, torch_linear
+from adaserve.engine.cpu.llama import LlamaModel
+from adaserve.engine.cpu.noise import best_of
 from adaserve.engine.device import Beams, KeepGoing, Ready, Run, Search
+from adaserve.engine.device_timing import HostMark
 from adaserve.engine.hidden_states import HiddenStates, final_states
-from adaserve.engine.levels import Levels
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
 from adaserve.engine.trees.batch import TreeBatch
 
 
@@ -36,7 +36,7 @@ class MedusaForward:
     def __init__(
         self,
         heads: MedusaHeads,
-        target: LeanModel,
+        target: LlamaModel,
         hidden: HiddenStates,
         req_to_token: Tensor,
         storage: Storage = "auto",
@@ -58,8 +58,8 @@ class MedusaForward:
 
     def rehearse(self, batch: TreeBatch, width: int) -> int:
         states = self._states(batch, self.most_steps)
-        reading = Reading.plain(np.ones(len(states) * states.shape[1]))
-        self._best(states, reading, width)
+        transform = LogitTransform.plain(np.ones(len(states) * states.shape[1]))
+        self._best(states, transform, width)
         return self.most_steps
 
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
@@ -77,8 +77,8 @@ class MedusaForward:
         children = [shape.beams[0], *(levels.children(step) for step in range(2, depth + 1))]
         states = self._states(first, depth)
         if search.forbid is None:
-            readings = [search.reading(1, step) for step in range(1, depth + 1)]
-            best = self._best(states, _joined(readings), max(children))
+            transforms = [search.transform(1, step) for step in range(1, depth + 1)]
+            best = self._best(states, _joined(transforms), max(children))
             every = [v.view(depth, a, 1, -1) for v in best]
         else:
             logits = self._logits(states)
@@ -89,7 +89,7 @@ class MedusaForward:
             else:  # what grammars forbid depends on the path
                 forbid = forbidding(search, levels, step)
                 copies = logits[step - 1].repeat_interleave(m, dim=0)
-                best = best_of(copies, search.reading(m, step), children[step - 1], forbid)
+                best = best_of(copies, search.transform(m, step), children[step - 1], forbid)
                 logprob, token = (v.view(a, m, -1) for v in best)
             if step == 1:
                 levels.start(logprob[:, 0].double(), token[:, 0])
@@ -110,11 +110,11 @@ class MedusaForward:
             return self._target.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])
         return torch.stack([lm_head(x) for lm_head, x in zip(self._lm_heads, states, strict=False)])
 
-    def _best(self, states: Tensor, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
+    def _best(self, states: Tensor, transform: LogitTransform, width: int) -> tuple[Tensor, Tensor]:
         """[heads * n, width] each: log-probabilities and tokens, best first."""
         if self._lm_heads is None:
-            return self._target.topk_logprobs(states.flatten(0, 1), reading, width)
-        return best_of(self._logits(states).flatten(0, 1), reading, width)
+            return self._target.topk_logprobs(states.flatten(0, 1), transform, width)
+        return best_of(self._logits(states).flatten(0, 1), transform, width)
 
     def take_runs(self) -> list[Run]:
         runs, self._runs = self._runs, []
@@ -127,16 +127,16 @@ def _through(blocks: Sequence[Any], x: Tensor) -> Tensor:
     return x
 
 
-def _joined(readings: Sequence[Reading]) -> Reading:
-    columns = zip(*((r.scale, r.spread, r.keys, r.positions) for r in readings), strict=True)
-    return Reading(*map(np.concatenate, columns))
+def _joined(transforms: Sequence[LogitTransform]) -> LogitTransform:
+    columns = zip(*((r.scale, r.spread, r.keys, r.positions) for r in transforms), strict=True)
+    return LogitTransform(*map(np.concatenate, columns))
 
 
 def medusa_forward(target: Any, folder: Path, storage: Storage) -> MedusaForward:
     """The forward of the heads in ``folder``, which from now on get the hidden states of the ``ModelRunner``
     ``target``. Raises UnsupportedError with the reason if they are not supported."""
-    lean = lean_target(target, "Medusa heads need")
-    heads, config = load_medusa(folder), lean.config
+    llama = llama_target(target, "Medusa heads need")
+    heads, config = load_medusa(folder), llama.config
     require_target(heads, folder, config.hidden_size, config.vocab_size)
-    lean.sink = hidden = final_states(target, config.hidden_size)
-    return MedusaForward(heads, lean, hidden, target.req_to_token_pool.req_to_token, storage)
+    llama.sink = hidden = final_states(target, config.hidden_size)
+    return MedusaForward(heads, llama, hidden, target.req_to_token_pool.req_to_token, storage)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from adaserve.engine.cpu.beam import BeamArrays
-from adaserve.engine.cpu.gumbel import NativeReading
+from adaserve.engine.cpu.beam_arrays import BeamArrays
 from adaserve.engine.cpu.linear import STORAGE_DTYPES, Storage, exact_storage
+from adaserve.engine.cpu.noise import NativeTransform
 from adaserve.engine.cpu.params import Before, Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.cpu.torch_forward import all_tokens
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
 from adaserve.errors import UnsupportedError
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -187,9 +187,9 @@ class NativeBackend:
         return tokens
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, reading: Reading, width: int
+        self, hidden: torch.Tensor, transform: LogitTransform, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, native = hidden.shape[0], NativeReading(reading)
+        rows, native = hidden.shape[0], NativeTransform(transform)
         logprobs, tokens = torch.empty(rows, width), torch.empty(rows, width, dtype=torch.int64)
         found = logprobs.data_ptr(), tokens.data_ptr()
         self._read_rows(self._kernels.ada_top_logprobs, hidden, native, width, *found)

@@ -1,4 +1,4 @@
-"""Tree forwards through SGLang's own models, for those that the lean forward does not cover.
+"""Tree forwards through SGLang's own models, for those that our own forward does not cover.
 
 Target and draft trees alike run as ``TARGET_VERIFY``, the mode that gives logits for every row. The layout of
 their attention goes straight to our backend, as on a GPU.
@@ -14,10 +14,10 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.runtime_context import get_model
 
 from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
-from adaserve.engine.cpu.gumbel import best_of
+from adaserve.engine.cpu.noise import best_of
 from adaserve.engine.cpu.params import Inputs
 from adaserve.engine.cpu.torch_forward import all_tokens
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
 from adaserve.engine.trees.attention import TreeAttentionPlan
 
 
@@ -70,6 +70,6 @@ class SGLangForward:
         return hidden.argmax(dim=-1)
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, reading: Reading, width: int
+        self, hidden: torch.Tensor, transform: LogitTransform, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return best_of(hidden, reading, width)
+        return best_of(hidden, transform, width)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.cpu.extract import read_head, read_weights
-from adaserve.engine.cpu.install import lean_of
-from adaserve.engine.cpu.lean import Backend
+from adaserve.engine.cpu.install import llama_of
+from adaserve.engine.cpu.llama import Backend
 from adaserve.engine.cpu.params import ModelWeights
 from adaserve.engine.learning.swap import exchanged, is_head
 
@@ -32,26 +32,26 @@ class CpuSwap:
 
     def served(self) -> Weights:
         """No copies."""
-        lean = lean_of(self.model)
+        llama = llama_of(self.model)
         params = {name: p.data for name, p in self.model.named_parameters()}
-        return Weights(params, None if lean is None else lean.held)
+        return Weights(params, None if llama is None else llama.held)
 
     @torch.no_grad()
     def prepared(self, tensors: Mapping[str, Tensor]) -> Weights:
-        model, lean = self.model, lean_of(self.model)
+        model, llama = self.model, llama_of(self.model)
         params = {name: p.data for name, p in model.named_parameters()} | dict(exchanged(model, tensors))
-        if lean is None:
+        if llama is None:
             return Weights(params, None)
         at = {p.data_ptr(): params[name] for name, p in model.named_parameters()}
         read = read_head if is_head(model) else read_weights
-        return Weights(params, lean.packed(_with(read(model)[0], at)))
+        return Weights(params, llama.packed(_with(read(model)[0], at)))
 
     def exchange(self, weights: Weights) -> None:
         for name, p in self.model.named_parameters():
             p.data = weights.params[name]
-        if (lean := lean_of(self.model)) is not None:
+        if (llama := llama_of(self.model)) is not None:
             assert weights.packed is not None
-            lean.held = weights.packed
+            llama.held = weights.packed
 
 
 def _with(weights: ModelWeights, at: Mapping[int, Tensor]) -> ModelWeights:

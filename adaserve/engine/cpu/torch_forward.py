@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from adaserve.engine.cpu.gumbel import best_of
 from adaserve.engine.cpu.linear import Linear, Storage, torch_linear
+from adaserve.engine.cpu.noise import best_of
 from adaserve.engine.cpu.params import Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
 from adaserve.engine.trees.attention import Scores, attend
 
 
@@ -85,9 +85,9 @@ class TorchBackend:
 
     @torch.no_grad()
     def topk_logprobs(
-        self, hidden: torch.Tensor, reading: Reading, width: int
+        self, hidden: torch.Tensor, transform: LogitTransform, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return best_of(self.logits(hidden), reading, width)
+        return best_of(self.logits(hidden), transform, width)
 
     def _taken_in(
         self, embedded: torch.Tensor, before: torch.Tensor, positions: torch.Tensor

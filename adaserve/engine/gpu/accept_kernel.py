@@ -1,4 +1,4 @@
-"""``verify.walk`` and ``verify.moves`` as one Triton kernel each.
+"""``verify.accept_paths`` and ``verify.moves`` as one Triton kernel each.
 
 One program has a request, for moves one for each pool. It goes through the request's tokens in blocks. An
 accepted path has one token of each depth, since siblings differ, so what is found of one is a sum over all

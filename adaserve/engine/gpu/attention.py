@@ -13,8 +13,9 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from adaserve.engine.gpu.layout import Extent, change_windows, unpack
-from adaserve.engine.plain_attention import plain_layers, require_no_more, scales_of, write_kv
+from adaserve.engine.gpu.layout import Extent, change_tree_mask, unpack
+from adaserve.engine.kv_writes import scales_of, write_kv
+from adaserve.engine.model_support import plain_layers, require_no_more
 from adaserve.engine.trees.attention import Scores, TreeAttentionPlan, attend, indptr
 
 
@@ -42,12 +43,12 @@ class AttentionBuffers:
 
     @contextmanager
     def hiding(self, ends: Tensor, seen: Tensor) -> Iterator[None]:
-        """What tokens do not see of their windows is hidden meanwhile (``change_windows``)."""
-        change_windows(self.mask, ends, seen, shows=False)
+        """What tokens do not see of their windows is hidden meanwhile (``change_tree_mask``)."""
+        change_tree_mask(self.mask, ends, seen, shows=False)
         try:
             yield
         finally:
-            change_windows(self.mask, ends, seen, shows=True)
+            change_tree_mask(self.mask, ends, seen, shows=True)
 
 
 class TreeKernel(Protocol):
@@ -150,7 +151,7 @@ class TreeAttentionBackend(AttentionBackend):
 
     @property
     def plan(self) -> TreeAttentionPlan:
-        """For the lean CPU forward, which computes attention itself."""
+        """For our own CPU forward, which computes attention itself."""
         assert isinstance(self.kernel, SdpaKernel)
         return self.kernel.tree_plan
 

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from adaserve.engine.gpu.attention import AttentionBuffers
+from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.follow_kernel import shorten_fused
-from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.trees.attention import Scores
 from adaserve.scheduler.compiled import INT, INTS, compiled
@@ -66,7 +66,7 @@ class Cut:
 class Workspace:
     """What the forwards of one model share: they run one after the other."""
 
-    def __init__(self, heads: HeadShape, device: torch.device) -> None:
+    def __init__(self, heads: AttentionShape, device: torch.device) -> None:
         self.group, self._kv_heads = heads.q_heads // heads.kv_heads, heads.kv_heads
         self._dim = triton.next_power_of_2(heads.head_dim)
         self.partial = torch.empty(MOST_KEPT * (self._dim + 2), dtype=torch.float32, device=device)

@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.engine.beam_levels import Levels
 from adaserve.engine.device import Awaited, Beams, Mark, Ready, Run, Search
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import TreeKernel
-from adaserve.engine.gpu.follow import begin_with
+from adaserve.engine.gpu.follow_verification import begin_with
 from adaserve.engine.gpu.fused_levels import FusedLevels
 from adaserve.engine.gpu.layout import Extent, list_slots, slot_lists
 from adaserve.engine.gpu.model import Inputs, Parts
 from adaserve.engine.gpu.sizes import SearchKey
-from adaserve.engine.levels import Levels
 from adaserve.engine.transfer import QueuedCopy, StaticArrays, put
-from adaserve.engine.trees.batch import Gap, TreeBatch, without_gap
+from adaserve.engine.trees.batch import ContextGap, TreeBatch, without_gap
 from adaserve.engine.trees.shape import TreeShape, tree_shape
 
 Arrays = dict[str, np.ndarray]
@@ -135,7 +135,7 @@ class BeamSearches:
         prepared: _Prepared,
         arrays: Arrays,
         kv_lens: np.ndarray,
-        gap: Gap | None = None,
+        gap: ContextGap | None = None,
         awaited: Awaited | None = None,
     ) -> tuple[Tensor, Run]:
         """int64 [3, R, nodes], ``Levels.found``. ``arrays``, ``kv_lens`` and ``gap`` are those of a rows."""
@@ -185,11 +185,11 @@ class BeamSearches:
         step = _Step(there["tokens"], positions, slots, ends, prepared.seen.expand(key.rows, -1, -1))
         before = self._before(there, places)
         logits, states = self._step(prepared, step, before, slice(q - 1, None, q))  # of the roots
-        logprob, token = best_children(parts, shape, logits, reading(there, 1), base)
+        logprob, token = best_children(parts, shape, logits, transform(there, 1), base)
         levels.start(logprob[:, 0], token[:, 0])
         # Where nodes stand is worked out for all that are expanded; what they are, level by level.
         positions, angles, slots = self._standing(prepared, there)
-        readings = {q: reading(there, q) for q in set(shape.beams[:-1])}
+        transforms = {q: transform(there, q) for q in set(shape.beams[:-1])}
         for depth in range(2, len(shape.beams) + 1):
             nodes = levels.level(depth - 1)
             tokens, seen = levels.tokens[:, nodes], levels.visible[:, nodes]
@@ -201,7 +201,7 @@ class BeamSearches:
             step = _Step(tokens, angle, slot, there[f"ends-{q}"], seen)
             before = self._before_level(states, levels, depth)
             logits, states = self._step(prepared, step, before, slice(None))
-            levels.grow(depth, *best_children(parts, shape, logits, readings[q], at))
+            levels.grow(depth, *best_children(parts, shape, logits, transforms[q], at))
         return levels.found
 
     def _standing(self, prepared: _Prepared, there: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -243,7 +243,7 @@ class BeamSearches:
         return None
 
 
-def reading(there: Mapping[str, Tensor], q: int) -> tuple[Tensor, ...]:
+def transform(there: Mapping[str, Tensor], q: int) -> tuple[Tensor, ...]:
     """Scale, spread and keys of every token [R * q], where each request has q of them."""
     return tuple(there[name][:, None].expand(-1, q).flatten() for name in ("scale", "spread", "keys"))
 

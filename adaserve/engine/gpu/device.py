@@ -20,9 +20,9 @@ from torch import Tensor
 
 from adaserve.checkpoints.draft_kind import HEADS
 from adaserve.config import AdaServeConfig
-from adaserve.engine.clock import mark
+from adaserve.engine.cuda_events import stream_of
 from adaserve.engine.device import Drafter, Mark
-from adaserve.engine.events import stream_of
+from adaserve.engine.device_timing import mark
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel
 from adaserve.engine.gpu.forward import GpuForward
@@ -39,10 +39,10 @@ from adaserve.engine.gpu.prompts import (
     take_short_prompts,
 )
 from adaserve.engine.gpu.sizes import FIRST, READ_AT_ONCE, Key, SearchKey, Sizes, Tiers
-from adaserve.engine.gpu.unread import write_nodes
+from adaserve.engine.gpu.unread_candidates import write_nodes
 from adaserve.engine.hidden_states import HiddenStates
 from adaserve.engine.logits.filters import Filter, by_sort, checked
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
 from adaserve.engine.logits.portions import portions
 from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.transfer import QueuedCopy, put
@@ -127,11 +127,11 @@ class GpuDevice:
         target: GpuForward,
         *drafts: GpuForward,
         medusa: GpuMedusa | None = None,
-        itself: GpuForward | None = None,
+        self_drafter: GpuForward | None = None,
         attention: str = "sdpa",
         target_states: HiddenStates | None = None,
     ) -> None:
-        self.target, self.drafts, self.medusa, self.itself = target, drafts, medusa, itself
+        self.target, self.drafts, self.medusa, self.self_drafter = target, drafts, medusa, self_drafter
         self.target_states, self.shift = target_states, target.parts.shift
         for draft in drafts:
             draft.most_tokens = min(draft.most_tokens, READ_AT_ONCE)
@@ -186,15 +186,15 @@ class GpuDevice:
         medusa = None
         if config.medusa is not None:
             medusa = gpu_medusa(parts_of(target, make, searches), target, Path(config.medusa))
-        itself = None
+        self_drafter = None
         if config.has_self:  # its searches begin with the roots, whose tokens the host knows
-            itself = GpuForward(replace(parts_of(target, make, searches), first=1, follows=False))
+            self_drafter = GpuForward(replace(parts_of(target, make, searches), first=1, follows=False))
         readers = [f for f in (*forwards, medusa) if isinstance(f, GpuHead | GpuMedusa)]
         parts = cls(
             GpuForward(parts_of(target, make, verifications)),
             *forwards,
             medusa=medusa,
-            itself=itself,
+            self_drafter=self_drafter,
             attention=attention,
             target_states=readers[0].hidden if readers else None,
         )
@@ -214,7 +214,7 @@ class GpuDevice:
             capture_all("verification", verifications, parts.target.capture, parts.target.table, free)
             for draft in parts.drafts:
                 capture_all("draft", of_drafts, draft.capture, draft.table, free)
-            for drafter in (medusa, itself):
+            for drafter in (medusa, self_drafter):
                 if drafter is not None:
                     capture_all("draft", searches, drafter.capture, drafter.table, free)
             for reader in parts.prompts:
@@ -226,7 +226,7 @@ class GpuDevice:
 
     @property
     def drafters(self) -> Sequence[GpuForward | GpuMedusa]:
-        others = [drafter for drafter in (self.medusa, self.itself) if drafter is not None]
+        others = [drafter for drafter in (self.medusa, self.self_drafter) if drafter is not None]
         return (*self.drafts, *others)
 
     def is_busy(self) -> bool:
@@ -241,11 +241,11 @@ class GpuDevice:
     def get(self, **tensors: Tensor) -> QueuedCopy:
         return QueuedCopy(tensors)
 
-    def draw(self, logits: Tensor, reading: Reading) -> Tensor:
+    def draw(self, logits: Tensor, transform: LogitTransform) -> Tensor:
         names = ("scale", "spread", "keys", "positions")
-        columns = self.put({name: getattr(reading, name) for name in names}).values()
+        columns = self.put({name: getattr(transform, name) for name in names}).values()
         drawn = [
-            noise.read(logits[part], *(column[part] for column in columns)).argmax(dim=-1)
+            noise.transformed(logits[part], *(column[part] for column in columns)).argmax(dim=-1)
             for part in portions(*logits.shape)
         ]
         return torch.cat(drawn)
@@ -315,7 +315,7 @@ class GpuDevice:
         """Compiles the kernels of noise and filters for fp32 logits, which only requests that sample need."""
         from adaserve.engine.gpu.filter_kernel import filter_fused
 
-        self.draw(torch.zeros(1, vocabulary, device=self.device), Reading.plain(np.ones(1)))
+        self.draw(torch.zeros(1, vocabulary, device=self.device), LogitTransform.plain(np.ones(1)))
         usable = checked(filter_fused, vocabulary, self.device)
         # Where one rank sorts all do: the two may differ where rounding decides.
         if least_of(get_tp_group(), int(usable is filter_fused)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.gpu.attention import AttentionBuffers
-from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.tiles import planned_rows
 from adaserve.engine.trees.attention import Scores
@@ -30,7 +30,7 @@ class FlashInferKernel:
     """
 
     def __init__(
-        self, buffers: AttentionBuffers, rows: int, heads: HeadShape, workspace: Tensor, integers: Tensor
+        self, buffers: AttentionBuffers, rows: int, heads: AttentionShape, workspace: Tensor, integers: Tensor
     ) -> None:
         self._buffers, self._rows, self._heads = buffers, rows, heads
         self.hiding = buffers.hiding

@@ -14,7 +14,7 @@ from adaserve.engine.gpu.beam_search import BeamSearches
 from adaserve.engine.gpu.layout import LIST, Extent, list_slots, seen_by, slot_lists
 from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import READ_AT_ONCE, Key, SearchKey
-from adaserve.engine.gpu.unread import write_nodes
+from adaserve.engine.gpu.unread_candidates import write_nodes
 from adaserve.engine.transfer import StaticArrays
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.scheduler.compiled import BOOL_TABLE, BOOLS_OUT, INT, INTS, INTS_OUT, compiled, several

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adaserve.engine.levels import Levels
+from adaserve.engine.beam_levels import Levels
 
 
 class FusedLevels(Levels):

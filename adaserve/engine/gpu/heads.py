@@ -19,7 +19,8 @@ from torch import Tensor
 
 from adaserve.checkpoints.draft_kind import MTP
 from adaserve.config import AdaServeConfig
-from adaserve.engine.cpu.install import lean_of
+from adaserve.engine.beam_levels import Levels
+from adaserve.engine.cpu.install import llama_of
 from adaserve.engine.device import KeepGoing, Ready, Search
 from adaserve.engine.gpu.attention import TreeKernel
 from adaserve.engine.gpu.beam_search import BeamSearches
@@ -27,7 +28,6 @@ from adaserve.engine.gpu.forward import GpuForward, Packed
 from adaserve.engine.gpu.model import Inputs, Output, Parts, SGLangCall
 from adaserve.engine.gpu.sizes import Key
 from adaserve.engine.hidden_states import HiddenStates, hidden_states
-from adaserve.engine.levels import Levels
 from adaserve.engine.trees.batch import TreeBatch, without_first
 from adaserve.errors import UnsupportedError
 
@@ -130,8 +130,8 @@ def keep_states(target: Any, hidden: HiddenStates) -> None:
             f"heads read the target's hidden states, which SGLang's {type(target.model).__name__} computes "
             "in a model inside of it: serve a target of another architecture, or a draft model"
         )
-    if (lean := lean_of(target.model)) is not None:  # a GPU's parts on a CPU
-        lean.sink = hidden
+    if (llama := llama_of(target.model)) is not None:  # a GPU's parts on a CPU
+        llama.sink = hidden
         return
     forward = inner.forward
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel, SdpaKernel, TreeKernel, set_out
+from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInferKernel
-from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.tiles import workspace_bytes
 from adaserve.engine.trees.attention import Scores
@@ -30,7 +30,7 @@ def kernel_maker(
     """The kernel that serves, by name: what ``setting`` says on CUDA, but Triton's where FlashInfer cannot be
     compiled or run, or computes something else; SDPA elsewhere. Its forwards have at most ``rows`` requests,
     padding included, with ``tokens`` in all. Raises UnsupportedError."""
-    heads = HeadShape.of(runner)
+    heads = AttentionShape.of(runner)
     if device.type != "cuda":
         return "sdpa", lambda buffers, rows, place: SdpaKernel(buffers)
     if heads.kv_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
@@ -56,7 +56,7 @@ def kernel_maker(
     return usable(flashinfer, heads, device)
 
 
-def own_kernel(heads: HeadShape, device: torch.device) -> MakeKernel:
+def own_kernel(heads: AttentionShape, device: torch.device) -> MakeKernel:
     """Triton's, for a model with such heads."""
     from adaserve.engine.gpu.attention_kernel import TritonKernel, Workspace
 
@@ -64,7 +64,7 @@ def own_kernel(heads: HeadShape, device: torch.device) -> MakeKernel:
     return lambda buffers, rows, place: TritonKernel(buffers, rows, workspace)
 
 
-def usable(make: MakeKernel, heads: HeadShape, device: torch.device) -> tuple[Kernel, MakeKernel]:
+def usable(make: MakeKernel, heads: AttentionShape, device: torch.device) -> tuple[Kernel, MakeKernel]:
     """FlashInfer's ``make`` if its kernel can be planned, which compiles it, and run; else Triton's, with a
     sentence in the log."""
     try:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.trees.batch import Gap, TreeBatch
+from adaserve.engine.trees.batch import ContextGap, TreeBatch
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 from adaserve.scheduler.compiled import INTS, compiled
 
@@ -93,7 +93,7 @@ LIST = 5
 """Numbers of each request in ``slot_lists``."""
 
 
-def slot_lists(extent: Extent, pool_rows: np.ndarray, gap: Gap | None = None) -> np.ndarray:
+def slot_lists(extent: Extent, pool_rows: np.ndarray, gap: ContextGap | None = None) -> np.ndarray:
     """int64 [R, LIST], what ``list_slots`` reads: where a request's slots go, how many they are, its row of
     the request pool, where its gap is and how long. Padding behind the requests has a row of -1, and lists
     the scratch slot."""
@@ -118,7 +118,7 @@ def list_slots(req_to_token: Tensor, lists: Tensor, out: Tensor) -> None:
         slots[start : start + length] = SCRATCH_SLOT if row < 0 else table[row, places]
 
 
-def change_windows(mask: Tensor, ends: Tensor, seen: Tensor, shows: bool) -> None:
+def change_tree_mask(mask: Tensor, ends: Tensor, seen: Tensor, shows: bool) -> None:
     """Clears, or ``shows`` again, the bits of what tokens do not see of their windows: all columns that are
     not in ``seen`` bool [R, q, width]. ``ends`` int64 [R, q]: ``Extent.window_ends``; -1 = hides nothing."""
     if mask.is_cuda:

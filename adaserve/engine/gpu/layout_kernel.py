@@ -1,4 +1,4 @@
-"""``layout.list_slots`` and ``layout.change_windows`` as one Triton kernel each, which stand inside graphs:
+"""``layout.list_slots`` and ``layout.change_tree_mask`` as one Triton kernel each, which stand inside graphs:
 what they read of a forward's geometry is on the device."""
 
 from __future__ import annotations

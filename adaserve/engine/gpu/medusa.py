@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, require_target
 from adaserve.engine.device import KeepGoing, Ready, Run, Search
-from adaserve.engine.gpu.beam_search import best_children, nothing, queued_beams, reading
+from adaserve.engine.gpu.beam_search import best_children, nothing, queued_beams, transform
 from adaserve.engine.gpu.fused_levels import FusedLevels
 from adaserve.engine.gpu.heads import keep_states
 from adaserve.engine.gpu.model import Parts
@@ -104,7 +104,7 @@ class GpuMedusa:
         states = self._states(self.hidden.read(slots), depth)
         for step in range(1, depth + 1):
             logits = functional.linear(states[step - 1], self._lm_heads[step - 1])
-            best = best_children(self._parts, shape, logits[:, None], reading(there, 1), base + (step - 1))
+            best = best_children(self._parts, shape, logits[:, None], transform(there, 1), base + (step - 1))
             if step == 1:
                 levels.start(*(values[:, 0] for values in best))
             else:  # all nodes of a level have the same children

@@ -14,8 +14,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.runtime_context import get_model
 from torch import Tensor
 
-from adaserve.engine.clock import mark
 from adaserve.engine.device import Run
+from adaserve.engine.device_timing import mark
 from adaserve.engine.gpu.attention import (
     AttentionBuffers,
     MakeKernel,

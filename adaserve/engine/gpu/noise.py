@@ -25,13 +25,13 @@ def gumbel(keys: Tensor, positions: Tensor, words: Tensor) -> Tensor:
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
-def read(logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+def transformed(logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """fp32 [T, V]: ``scale * logits + spread * noise``, all [T]. One kernel on a GPU."""
     if logits.is_cuda:
-        from adaserve.engine.gpu.noise_kernel import read_fused
+        from adaserve.engine.gpu.noise_kernel import transform_fused
 
-        return read_fused(logits, scale, spread, keys, positions)
-    return _read(logits, scale, spread, keys, positions, None)
+        return transform_fused(logits, scale, spread, keys, positions)
+    return _transformed(logits, scale, spread, keys, positions, None)
 
 
 def best(
@@ -43,19 +43,19 @@ def best(
     words: Tensor | None,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """The best ``count`` of ``read``, best first: log-probabilities fp32 and columns int64, [T, count] each.
-    ``words`` int64 [V]: the tokens that the columns stand for, None = all in their order. Two kernels on a
-    GPU, where torch's operators would take twenty."""
+    """The best ``count`` of ``transformed``, best first: log-probabilities fp32 and columns int64, [T, count]
+    each. ``words`` int64 [V]: the tokens that the columns stand for, None = all in their order. Two kernels
+    on a GPU, where torch's operators would take twenty."""
     if logits.is_cuda:
         from adaserve.engine.gpu.noise_kernel import best_fused
 
         return best_fused(logits, scale, spread, keys, positions, words, count)
-    out = _read(logits, scale, spread, keys, positions, words)
+    out = _transformed(logits, scale, spread, keys, positions, words)
     found = out.topk(count, dim=-1)
     return found.values - out.logsumexp(dim=-1, keepdim=True), found.indices
 
 
-def _read(
+def _transformed(
     logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, positions: Tensor, words: Tensor | None
 ) -> Tensor:
     every = torch.arange(logits.shape[1]) if words is None else words

@@ -1,5 +1,5 @@
-"""``noise.read`` as one Triton kernel, and ``noise.best`` as two: each logit is read once, and its noise is
-never written to memory. For the best tokens nothing is written but a few numbers of every block."""
+"""``noise.transformed`` as one Triton kernel, and ``noise.best`` as two: each logit is read once, and its
+noise is never written to memory. For the best tokens nothing is written but a few numbers of every block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK = 1024
 """Tokens of the vocabulary that one program reads."""
 
 
-def read_fused(logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+def transform_fused(logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """fp32 [T, V]: ``scale * logits + spread * noise``; ``keys`` int64 [T], the bits of uint64 ones.
 
     The hash is that of ``noise.gumbel`` bit for bit. The logarithms are rounded otherwise, by a few units in
@@ -35,7 +35,7 @@ def best_fused(
     words: Tensor | None,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """``noise.best``: of what ``read_fused`` gives the best, of equal ones the first column first:
+    """``noise.best``: of what ``transform_fused`` gives the best, of equal ones the first column first:
     log-probabilities fp32 and columns int64, [T, count] each. A logit that is not a number, as where fp16
     overflows, counts as minus infinity, and a probability that is none as 0."""
     rows, vocabulary = logits.shape

@@ -9,7 +9,7 @@ leave less to the longest one: with enough of them, tiles are as large as the re
 
 from __future__ import annotations
 
-from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.attention_shape import AttentionShape
 
 SMALL_TILES, LARGEST_TILE = (16, 64), 128
 
@@ -17,7 +17,7 @@ WORKSPACE_BYTES = 256 << 20
 """Of FlashInfer, at least: see ``workspace_bytes``."""
 
 
-def workspace_bytes(heads: HeadShape, rows: int, tokens: int) -> int:
+def workspace_bytes(heads: AttentionShape, rows: int, tokens: int) -> int:
     """FlashInfer's floats for at most ``rows`` requests, padding included, with ``tokens`` in all.
 
     A bound on what its planner asks for where CUDA graphs are on. It matters for models with many key heads:
@@ -25,14 +25,14 @@ def workspace_bytes(heads: HeadShape, rows: int, tokens: int) -> int:
     return max(WORKSPACE_BYTES, _partial_bytes(heads, rows, tokens, LARGEST_TILE))
 
 
-def _partial_bytes(heads: HeadShape, rows: int, tokens: int, tile: int) -> int:
+def _partial_bytes(heads: AttentionShape, rows: int, tokens: int, tile: int) -> int:
     """One partial output and its scale for every query of ``tokens * group / tile + rows`` tiles, whatever
     the contexts; and a tile more for what is rounded."""
     group = heads.q_heads // heads.kv_heads
     return 4 * (tokens * group + tile * (rows + 1)) * heads.kv_heads * (heads.head_dim + 1)
 
 
-def planned_rows(heads: HeadShape, rows: int, tokens: int, longest: int, room: int) -> int:
+def planned_rows(heads: AttentionShape, rows: int, tokens: int, longest: int, room: int) -> int:
     """Requests to plan for ``rows`` requests with ``tokens`` in all, and ``longest`` in one of them: more
     than ``rows`` where that makes tiles smaller and ``room`` bytes of workspace are enough."""
     group = heads.q_heads // heads.kv_heads

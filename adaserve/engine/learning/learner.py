@@ -16,8 +16,8 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.learning.swap import Swap, require_fit
 from adaserve.engine.learning.tap import Tap
 from adaserve.engine.learning.trainer_link import TrainerLink, bytes_of
+from adaserve.engine.request_state import RequestState
 from adaserve.engine.sources.beam import BeamSource
-from adaserve.engine.state import RequestState
 from adaserve.errors import UnsupportedError
 from adaserve.learning.draft import File, checked, shapes_of
 from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress

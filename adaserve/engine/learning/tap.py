@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adaserve.engine.device import Device
 from adaserve.engine.penalties import has_penalty, stop_tokens
-from adaserve.engine.state import DecodeRows, RequestState, temperature_of
+from adaserve.engine.request_state import DecodeRows, RequestState, temperature_of
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch, path_index
 from adaserve.learning.records import Record, distributions
 from adaserve.learning.shared import Ring

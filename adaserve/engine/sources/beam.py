@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from adaserve.engine.clock import HostMark
 from adaserve.engine.device import Awaited, Beams, Device, Mark, ModelForward, Ready, Run, Search
+from adaserve.engine.device_timing import HostMark
+from adaserve.engine.request_state import DecodeRows
 from adaserve.engine.requests import rows_of_pool, tokens_of
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
-from adaserve.engine.sources.source import Drafting, EarlyProposal, KeepDrafting, TreeSource
-from adaserve.engine.state import DecodeRows
-from adaserve.engine.trees.batch import Gap, TreeBatch
+from adaserve.engine.sources.source import KeepDrafting, PendingProposal, ProposalAhead, TreeSource
+from adaserve.engine.trees.batch import ContextGap, TreeBatch
 from adaserve.engine.trees.proposal import Proposal, Unread
 from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, laid_out, tree_shape
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
@@ -103,7 +103,9 @@ class BeamSource(TreeSource):
 
     # -- what it proposes ---------------------------------------------------------------------
 
-    def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
+    def propose(
+        self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None
+    ) -> PendingProposal | None:
         """As deep as ``plan.draft``; None when no row may have a tree, or none is to be drafted for."""
         active = drafted_rows(plan.draft, rows)
         shape = fitting_shape(plan.draft, rows, active, self._max_nodes)
@@ -113,23 +115,23 @@ class BeamSource(TreeSource):
         pool_rows = search.pool_rows.tolist()
         self.cache.find_holes(pool_rows)
         caught_up = self._catch_up(pool_rows)
-        gap = self._left_out(plan.draft, rows.seq_lens, active)
+        gap = self._context_gap(plan.draft, rows.seq_lens, active)
         first = self.cache.first_batch(search.pool_rows, search.base, rows.roots[active], shape.width, gap)
         asking = None if keep is None else Asking(keep, plan, active, len(rows))
         ready = once(self._forward.search(first, search, asking))
         self.cache.drafted(pool_rows)
         self._searched = _Searched(frozenset(pool_rows), ready)
         queued = Queued(ready, shape, active, np.arange(len(active)), len(rows))
-        return queued.drafting(self._proposal, caught_up, asking)
+        return queued.pending(self._proposal, caught_up, asking)
 
-    def propose_early(
+    def propose_ahead(
         self,
         plan: IterationPlan,
         rows: DecodeRows,
         verified: VerifyBatch,
         tensors: Tensors,
         acceptance: Acceptance,
-    ) -> EarlyProposal | None:
+    ) -> ProposalAhead | None:
         """Where the draft has made every node that is verified, all that it may not have read by then is the
         last token before the root. It reads that one in any case."""
         made, then, cached = verified.drafted.get(self._number), plan.then, rows.seq_lens
@@ -152,27 +154,27 @@ class BeamSource(TreeSource):
         awaited = Awaited(most, acceptance.length, acceptance.emitted, tokens, root, active)
         search = search_for(self.sharpening, rows, active, shape, awaited)
         two = np.full(len(active), 2)
-        gap = self._left_out(then, cached, active)
+        gap = self._context_gap(then, cached, active)
         first = TreeBatch.causal(np.zeros(2 * len(active), np.int64), pool_rows, search.base - 1, two, gap)
         start = self._device.mark()
         ready = once(self._forward.search(first, search, None))
         span = start, self._device.mark()
 
-        def take(at: np.ndarray, mine: np.ndarray, n: int) -> Drafting:
+        def take(at: np.ndarray, mine: np.ndarray, n: int) -> PendingProposal:
             taken = pool_rows[mine].tolist()
             self.cache.drafted(taken)
             self._searched = _Searched(frozenset(taken), ready)
-            return Queued(ready, shape, at, mine, n).drafting(self._proposal)
+            return Queued(ready, shape, at, mine, n).pending(self._proposal)
 
         depth = len(shape.beams)
         branching = then.branching and then.branching[:depth]
         window = None if then.window is None else then.window[active]
         draft = Draft(depth, then.width, branching, None, window, then.sinks)
-        return EarlyProposal([rows.states[row] for row in active.tolist()], draft, take, span)
+        return ProposalAhead([rows.states[row] for row in active.tolist()], draft, take, span)
 
-    def _left_out(self, draft: Draft, cached: np.ndarray, active: np.ndarray) -> Gap | None:
+    def _context_gap(self, draft: Draft, cached: np.ndarray, active: np.ndarray) -> ContextGap | None:
         """Of the contexts of the active rows, ``cached`` being the tokens [n] of all."""
-        return left_out(draft, cached, active)
+        return context_gap(draft, cached, active)
 
     def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
         return proposal(shape, active, beams, n, self._number)
@@ -217,7 +219,7 @@ def search_for(
     awaited: Awaited | None = None,
 ) -> Search:
     """A search over the rows ``active``, whose logits are read by ``sharpening``."""
-    scale, spread = _reading(sharpening, rows.noisy, rows.running.temperature[active].tobytes())
+    scale, spread = _scale_and_spread(sharpening, rows.noisy, rows.running.temperature[active].tobytes())
     return Search(
         shape=shape,
         base=rows.seq_lens[active],
@@ -231,18 +233,18 @@ def search_for(
 
 
 @lru_cache(maxsize=64)
-def _reading(sharpening: DraftSharpening, noisy: bool, temperatures: bytes) -> list[np.ndarray]:
+def _scale_and_spread(sharpening: DraftSharpening, noisy: bool, temperatures: bytes) -> list[np.ndarray]:
     """float32 [a] each, not to be written: how the logits of requests of these temperatures are read."""
     read = sharpening.reading if noisy else sharpening.alone
     return [values.astype(np.float32) for values in read(np.frombuffer(temperatures))]
 
 
-def left_out(draft: Draft, cached: np.ndarray, active: np.ndarray) -> Gap | None:
+def context_gap(draft: Draft, cached: np.ndarray, active: np.ndarray) -> ContextGap | None:
     """What is left out of the ``cached`` tokens [n] of the active rows; None = nothing."""
     if draft.window is None:
         return None
     length = (cached - draft.reads(cached))[active]
-    return Gap(draft.sinks, length) if length.any() else None
+    return ContextGap(draft.sinks, length) if length.any() else None
 
 
 def proposal(
@@ -282,10 +284,10 @@ class Queued:
     mine: np.ndarray  # int64 [b]: their rows in the search
     n: int  # requests of the iteration
 
-    def drafting(
+    def pending(
         self, make: MakeProposal, caught_up: Run | None = None, asking: Asking | None = None
-    ) -> Drafting:
-        return Drafting(
+    ) -> PendingProposal:
+        return PendingProposal(
             lambda: make(self.shape, self.rows, self.ready.read().of(self.mine), self.n),
             caught_up,
             None if asking is None else asking.first_level,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.device import ModelForward
-from adaserve.engine.trees.batch import Gap, TreeBatch
+from adaserve.engine.trees.batch import ContextGap, TreeBatch
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class DraftCache:
         base: np.ndarray,
         roots: np.ndarray,
         width: int,
-        gap: Gap | None = None,
+        gap: ContextGap | None = None,
     ) -> TreeBatch:
         """The first step of a search: what the draft has not seen of each request, and the root.
 

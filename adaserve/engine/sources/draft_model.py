@@ -22,7 +22,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from adaserve.checkpoints.draft_kind import DraftKind, draft_kind, other_size, require_known_head
 from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig
-from adaserve.engine.plain_attention import require_served, require_windows
+from adaserve.engine.model_support import require_supported_model, require_windows
 from adaserve.engine.sources.token_map import FLAG, keep_tokens, token_map
 from adaserve.errors import UnsupportedError
 from adaserve.host.device import on_device
@@ -135,7 +135,7 @@ class _DraftWorker(TpModelWorker):
     def _init_model_config(self) -> None:
         self.model_config = draft_config(self.server_args, self._path, context_length=self.context_length)
         require_known_head(self.model_config.hf_config.architectures, self._path)
-        require_served(self.model_config)
+        require_supported_model(self.model_config)
 
 
 _HEAD_NAMES: dict[DraftKind, str] = {"eagle3": "EAGLE-3 head", "mtp": "MTP layer"}

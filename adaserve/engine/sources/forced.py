@@ -17,9 +17,9 @@ from torch import Tensor
 from xgrammar import TokenizerInfo
 
 from adaserve.engine.matchers import ForcedToken, forced
+from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.sources.rates import LEAST, Rates
 from adaserve.engine.sources.source import TreeSource
-from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.patches.scheduler.grammar_time import limited_time

@@ -11,7 +11,7 @@ import numpy as np
 from adaserve.engine.device import Beams
 from adaserve.engine.requests import rows_of_pool
 from adaserve.engine.sources.beam import BeamSource, proposal
-from adaserve.engine.trees.batch import Gap
+from adaserve.engine.trees.batch import ContextGap
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import TreeShape
 from adaserve.scheduler.interface import Draft
@@ -29,10 +29,10 @@ class HeadSource(BeamSource):
         new = [list(text[start:]) for text, start in zip(texts, starts, strict=True)]
         self.cache.feed(rows_of_pool(batch).tolist(), starts, new)
 
-    def _left_out(self, draft: Draft, cached: np.ndarray, active: np.ndarray) -> Gap | None:
+    def _context_gap(self, draft: Draft, cached: np.ndarray, active: np.ndarray) -> ContextGap | None:
         """The first tokens are not sinks for a head, which has never read the very first. So it reads as many
         recent ones more."""
-        gap = super()._left_out(draft, cached, active)
+        gap = super()._context_gap(draft, cached, active)
         return gap and replace(gap, start=0)
 
     def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:

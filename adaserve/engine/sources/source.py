@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.engine.device import Mark, Run
-from adaserve.engine.state import DecodeRows, RequestState
+from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal, Unread
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
 from adaserve.scheduler.interface import Draft, IterationPlan
@@ -19,7 +19,7 @@ KeepDrafting = Callable[[IterationPlan, int, np.ndarray], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class PendingProposal:
     """A proposal that was queued."""
 
     read: Callable[[], Proposal]  # waits for the device if it must
@@ -32,13 +32,13 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyProposal:
+class ProposalAhead:
     """A proposal for the next iteration that was queued behind a verification, before it was known what that
     accepts and which requests go on."""
 
     states: Sequence[RequestState]  # of the requests that it is for
     draft: Draft  # for these
-    take: Callable[[np.ndarray, np.ndarray, int], Drafting]
+    take: Callable[[np.ndarray, np.ndarray, int], PendingProposal]
     """(rows int64 [b], rising; which of the above they are, int64 [b]; n) -> what it has for these of n
     requests. To be called once the source has been told what was accepted."""
     span: Run  # from its start to its end in the device's queue
@@ -81,21 +81,23 @@ class TreeSource:
         when there are none. The policy plans the depth of the others on top."""
         return None
 
-    def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
+    def propose(
+        self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None
+    ) -> PendingProposal | None:
         """Queues candidates for a plan with a depth; None when there will be none.
 
         ``keep`` is asked between steps by sources that can stop early.
         """
         return None
 
-    def propose_early(
+    def propose_ahead(
         self,
         plan: IterationPlan,
         rows: DecodeRows,
         verified: VerifyBatch,
         tensors: Tensors,
         acceptance: Acceptance,
-    ) -> EarlyProposal | None:
+    ) -> ProposalAhead | None:
         """Queues candidates for the next iteration, as ``plan.then`` says, behind this one's verification.
         ``tensors``, ``acceptance``: ``verified`` on the device, and what will have been accepted of it. None
         where they have to wait for that, or are not wanted."""

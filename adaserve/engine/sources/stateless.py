@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve.engine.device import Drafter
+from adaserve.engine.request_state import DecodeRows
 from adaserve.engine.sources.beam import (
     Asking,
     Queued,
+    context_gap,
     drafted_rows,
     fitting_shape,
-    left_out,
     once,
     proposal,
     search_for,
 )
-from adaserve.engine.sources.source import Drafting, KeepDrafting, TreeSource
-from adaserve.engine.state import DecodeRows
+from adaserve.engine.sources.source import KeepDrafting, PendingProposal, TreeSource
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.scheduler.interface import IterationPlan
 from adaserve.sharpening import DraftSharpening
@@ -33,7 +33,9 @@ class StatelessSource(TreeSource):
         self._drafter, self._sharpening = drafter, sharpening
         self._max_nodes, self._most_steps = max_nodes, most_steps
 
-    def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
+    def propose(
+        self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None
+    ) -> PendingProposal | None:
         """As deep as ``plan.draft``; None when no row may have a tree, or none is to be drafted for."""
         active = drafted_rows(plan.draft, rows)
         shape = fitting_shape(plan.draft, rows, active, self._max_nodes, self._most_steps)
@@ -44,10 +46,10 @@ class StatelessSource(TreeSource):
             rows.pool_rows[active],
             rows.seq_lens[active],
             shape.width,
-            left_out(plan.draft, rows.seq_lens, active),
+            context_gap(plan.draft, rows.seq_lens, active),
         )
         search = search_for(self._sharpening, rows, active, shape)
         asking = None if keep is None else Asking(keep, plan, active, len(rows))
         ready = once(self._drafter.search(first, search, asking))
         queued = Queued(ready, shape, active, np.arange(len(active)), len(rows))
-        return queued.drafting(proposal, asking=asking)
+        return queued.pending(proposal, asking=asking)

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.requests import rows_of_pool, tokens_of
 from adaserve.engine.sources.match_rates import FIRST_QUARTER, KINDS, PER_KIND, UNKNOWN_NOISE, MatchRates
 from adaserve.engine.sources.rates import LEAST
 from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.sources.text_index import BYTES_PER_TOKEN, ORDERS, Text, TextIndex
-from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.noise import quantile

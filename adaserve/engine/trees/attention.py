@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from adaserve.engine.trees.batch import Gap, TreeBatch
+from adaserve.engine.trees.batch import ContextGap, TreeBatch
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def indptr(lengths: np.ndarray) -> np.ndarray:
 
 
 def gather_slots(
-    req_to_token: torch.Tensor, pool_rows: np.ndarray, lengths: np.ndarray, gap: Gap | None = None
+    req_to_token: torch.Tensor, pool_rows: np.ndarray, lengths: np.ndarray, gap: ContextGap | None = None
 ) -> np.ndarray:
     """int32 [sum]: KV slots of the first ``lengths[r]`` places of every request that are not in its gap."""
     ptr, table = indptr(lengths), req_to_token.numpy()
@@ -129,7 +129,7 @@ def attention_plan(
     """``kv_slots``: the batch's ``gather_slots``, where the caller has them already."""
     if kv_slots is None:
         kv_slots = gather_slots(req_to_token, batch.pool_rows, batch.kv_lens, batch.gap)
-    mask = None if batch.seen is None else window_mask(batch.q_lens, batch.kv_lens, batch.seen)
+    mask = None if batch.seen is None else tree_mask(batch.q_lens, batch.kv_lens, batch.seen)
     return TreeAttentionPlan(
         qo_indptr=torch.from_numpy(indptr(batch.q_lens).astype(np.int32)),
         kv_indptr=torch.from_numpy(indptr(batch.kv_lens).astype(np.int32)),
@@ -158,7 +158,7 @@ def verification_plan(req_to_token: torch.Tensor, batch: TreeBatch) -> TreeAtten
     return attention_plan(req_to_token, batch, kv_slots)
 
 
-def window_mask(q_lens: np.ndarray, kv_lens: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def tree_mask(q_lens: np.ndarray, kv_lens: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """bool [sum of q x kv], row-major per request: everything but what ``seen`` hides in the windows."""
     ends = np.cumsum(np.repeat(kv_lens, q_lens))
     mask = np.ones(ends[-1] if len(ends) else 0, np.bool_)

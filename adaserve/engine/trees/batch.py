@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class ContextGap:
     """Places between a request's first tokens and its recent ones that a sparse draft does not read.
 
     The first tokens are attention sinks (StreamingLLM, section 3.2); a draft over sinks and recent tokens is
@@ -50,7 +50,7 @@ class TreeBatch:
     seen: np.ndarray | None = None
     """bool [T, width]: which of its request's last ``width`` keys a token sees, besides all earlier ones.
     None = causal: a request's tokens are the last ones of its keys."""
-    gap: Gap | None = None  # None = every place is read
+    gap: ContextGap | None = None  # None = every place is read
     drawn: Tensor | None = None
     """int64 [T]: the tokens on the device, if they were drawn there and the host does not know them yet."""
     unread: UnreadNodes | None = None
@@ -71,7 +71,7 @@ class TreeBatch:
         pool_rows: np.ndarray,
         starts: np.ndarray,
         q_lens: np.ndarray,
-        gap: Gap | None = None,
+        gap: ContextGap | None = None,
     ) -> TreeBatch:
         """Tokens that follow one another in their texts: row r's stand from ``starts[r]`` on."""
         first = q_lens.cumsum() - q_lens
@@ -81,7 +81,7 @@ class TreeBatch:
 
     @staticmethod
     def roots(
-        tokens: np.ndarray, pool_rows: np.ndarray, base: np.ndarray, width: int, gap: Gap | None = None
+        tokens: np.ndarray, pool_rows: np.ndarray, base: np.ndarray, width: int, gap: ContextGap | None = None
     ) -> TreeBatch:
         """One token of each request, after ``base`` [n] cached ones: the heads of windows of ``width``."""
         seen = np.zeros((len(tokens), width), np.bool_)
@@ -90,7 +90,7 @@ class TreeBatch:
         return TreeBatch(tokens, base, base, pool_rows, np.ones(len(tokens), np.int64), kv_lens, seen, gap)
 
 
-def without_gap(places: np.ndarray, gap: Gap | None) -> np.ndarray:
+def without_gap(places: np.ndarray, gap: ContextGap | None) -> np.ndarray:
     """int64 [n]: how many of the first ``places`` [n] of each request are read."""
     return places if gap is None else places - gap.length
 
@@ -111,5 +111,5 @@ def without_first(batch: TreeBatch) -> TreeBatch:
         q_lens=np.bincount(batch.row[some], minlength=len(batch.q_lens)),
         kv_lens=batch.kv_lens - first,
         seen=None if batch.seen is None else batch.seen[some],
-        gap=Gap(0, left_out + first),
+        gap=ContextGap(0, left_out + first),
     )

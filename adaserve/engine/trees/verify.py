@@ -6,7 +6,8 @@ trees are deterministic, so this is exact (SpecInfer's argument with a point mas
 rule with soft draft probabilities would be wrong here.
 
 The verification is built on the host, where the trees were selected. On a CPU host the walk is a loop
-(``walk``). On a GPU one kernel walks after the draws (``gpu/accept_kernel.py``), and nothing waits for it.
+(``accept_paths``). On a GPU one kernel walks after the draws (``gpu/accept_kernel.py``), and nothing waits
+for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.state import DecodeRows
+from adaserve.engine.request_state import DecodeRows
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.compiled import BOOLS, INT, INTS, compiled, several
@@ -197,7 +198,7 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
     """What the target's draws (int64 [T]) accept. ``deepest``: depth of the deepest token. In plain decoding
     there are only roots, and every draw is a bonus: then nothing is waited for, on any device."""
     if deepest:
-        return walk(t, draws, n, stride)
+        return accept_paths(t, draws, n, stride)
     emitted = torch.nn.functional.pad(draws[:, None], (0, stride - 1))
     one = torch.ones_like(draws)
     return Acceptance(one.bool(), torch.zeros_like(draws), one, draws, emitted)
@@ -209,7 +210,7 @@ def _place(t: Tensors, accepted: Tensor, stride: int) -> Tensor:
     return torch.add(t["tree"][1], accepted, alpha=-stride)
 
 
-def walk(t: Tensors, draws: Tensor, n: int, stride: int) -> Acceptance:
+def accept_paths(t: Tensors, draws: Tensor, n: int, stride: int) -> Acceptance:
     """Walks every tree down along draws that the host has. Some twenty operators on a few tokens each would
     take a millisecond there, since their code is in no cache after a forward."""
     drawn, row = draws.tolist(), t["row"].tolist()

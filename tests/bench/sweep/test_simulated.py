@@ -23,7 +23,7 @@ from adaserve.bench.sweep.simulated import (
     to_json,
 )
 from adaserve.bench.sweep.store import Store
-from adaserve.scheduler.latency import LatencyModel, TableCost
+from adaserve.scheduler.costs.latency import LatencyModel, TableCost
 from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
 from adaserve.scheduler.simulator.workload import TextModel
 from tests.bench.sweep.factories import SLO_MS, TTFT_SLO_MS, finished_sweep

@@ -11,8 +11,8 @@ from sglang.srt.managers import mm_schedule
 from adaserve.config import AdaServeConfig
 from adaserve.engine.admission.encoders import tokens_to_encode
 from adaserve.engine.admission.prefill import PrefillPacer
-from adaserve.scheduler.costs import LearnedCosts
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.costs.learned import LearnedCosts
 from tests.engine.ranks import ALONE
 
 

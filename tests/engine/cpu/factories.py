@@ -11,7 +11,7 @@ import transformers
 from adaserve.engine.cpu import (
     Inputs,
     LayerWeights,
-    LeanModel,
+    LlamaModel,
     ModelConfig,
     ModelWeights,
 )
@@ -109,7 +109,7 @@ class Chunk:
     mask: torch.Tensor | None = None  # bool [len(tokens), len(prefix) + len(tokens)]
 
 
-def run(lean: LeanModel, pool: Pool, chunks: list[Chunk], masked: bool | None = None) -> torch.Tensor:
+def run(llama: LlamaModel, pool: Pool, chunks: list[Chunk], masked: bool | None = None) -> torch.Tensor:
     """Hidden states of all chunks in one forward."""
     qo, kv, indices = [0], [0], []
     for chunk in chunks:
@@ -127,7 +127,7 @@ def run(lean: LeanModel, pool: Pool, chunks: list[Chunk], masked: bool | None = 
         return torch.tensor([x for c in chunks for x in getattr(c, name)], dtype=torch.int64)
 
     inputs = Inputs(flat("tokens"), flat("positions"), flat("slots"), plan)
-    return lean.forward(inputs, pool.k, pool.v).clone()
+    return llama.forward(inputs, pool.k, pool.v).clone()
 
 
 def _mask(chunk: Chunk) -> torch.Tensor:

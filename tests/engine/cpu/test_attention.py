@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaserve.engine.cpu import LayerWeights, LeanModel, ModelConfig, ModelWeights, build
+from adaserve.engine.cpu import LayerWeights, LlamaModel, ModelConfig, ModelWeights, build
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.torch_forward import TorchBackend
 from tests.engine.cpu.factories import Chunk, Pool, path_to, run, tree_mask
@@ -47,11 +47,11 @@ def one_layer(heads: int, kv_heads: int, head_dim: int, seed: int = 0) -> tuple[
     return ModelWeights(embed, (layer,), norm, embed, torch.cat((angles.cos(), angles.sin()), dim=-1)), config
 
 
-def lean_model(shape: tuple[int, int, int], flags: tuple[str, ...]) -> LeanModel:
+def llama_model(shape: tuple[int, int, int], flags: tuple[str, ...]) -> LlamaModel:
     weights, config = one_layer(*shape)
-    lean = LeanModel(weights, config, "fp32")
-    lean.held = NativeBackend(build.load_library(build.build(*flags)), weights, config, "fp32")
-    return lean
+    llama = LlamaModel(weights, config, "fp32")
+    llama.held = NativeBackend(build.load_library(build.build(*flags)), weights, config, "fp32")
+    return llama
 
 
 def filled_pool(config: ModelConfig, slots: int, dtype: torch.dtype, shuffled: bool) -> Pool:
@@ -79,12 +79,12 @@ def random_tree(
     return Chunk(tokens, positions, pool.take(nodes), context, mask), parents
 
 
-def decode_path(lean: LeanModel, pool: Pool, tree: Chunk, path: list[int]) -> torch.Tensor:
+def decode_path(llama: LlamaModel, pool: Pool, tree: Chunk, path: list[int]) -> torch.Tensor:
     """The hidden state of the path's last node as plain decoding gives it, one token at a time."""
     context = list(tree.prefix)
     for node in path:
         own = pool.take(1)
-        hidden = run(lean, pool, [Chunk([tree.tokens[node]], [len(context)], own, context)])
+        hidden = run(llama, pool, [Chunk([tree.tokens[node]], [len(context)], own, context)])
         context += own
     return hidden[0]
 
@@ -95,20 +95,20 @@ def decode_path(lean: LeanModel, pool: Pool, tree: Chunk, path: list[int]) -> to
 def test_trees_equal_decoding_and_torch(
     shape: tuple[int, int, int], dtype: torch.dtype, shuffled: bool, flags: tuple[str, ...]
 ) -> None:
-    lean = lean_model(shape, flags)
-    pool = filled_pool(lean.config, 6000, dtype, shuffled)
+    llama = llama_model(shape, flags)
+    pool = filled_pool(llama.config, 6000, dtype, shuffled)
     generator = torch.Generator().manual_seed(sum(shape))
     sizes = torch.randint(1, 65, (len(CONTEXTS),), generator=generator).tolist()
     drawn = [random_tree(n, pool.take(c), pool, generator) for n, c in zip(sizes, CONTEXTS, strict=True)]
-    together = run(lean, pool, [tree for tree, _ in drawn])
-    alone = torch.cat([run(lean, pool, [tree]) for tree, _ in drawn])
+    together = run(llama, pool, [tree for tree, _ in drawn])
+    alone = torch.cat([run(llama, pool, [tree]) for tree, _ in drawn])
     assert torch.equal(together, alone)
     for (tree, parents), nodes in zip(drawn, together.split(sizes), strict=True):
         for node in {0, len(parents) // 2, len(parents) - 1}:
-            decoded = decode_path(lean, pool, tree, path_to(node, parents))
+            decoded = decode_path(llama, pool, tree, path_to(node, parents))
             assert torch.equal(decoded, nodes[node]), (node, len(tree.prefix))
-    lean.held = TorchBackend(*one_layer(*shape), "fp32")
-    expected = run(lean, pool, [tree for tree, _ in drawn])
+    llama.held = TorchBackend(*one_layer(*shape), "fp32")
+    expected = run(llama, pool, [tree for tree, _ in drawn])
     torch.testing.assert_close(together, expected, atol=TOLERANCE[dtype], rtol=2e-4)
 
 
@@ -116,30 +116,30 @@ def test_trees_equal_decoding_and_torch(
 def test_what_overflowed_in_a_hidden_slot_does_not_matter(
     shape: tuple[int, int, int], flags: tuple[str, ...]
 ) -> None:
-    lean = lean_model(shape, flags)
-    pool = filled_pool(lean.config, 400, torch.float16, shuffled=True)
+    llama = llama_model(shape, flags)
+    pool = filled_pool(llama.config, 400, torch.float16, shuffled=True)
     context = pool.take(90)
     hidden, tree = context[40:50], random_tree(9, context, pool, torch.Generator().manual_seed(3))[0]
     assert tree.mask is not None
     tree.mask[:, 40:50] = False
     tree.mask[-1] = False  # it sees nothing at all
-    expected = run(lean, pool, [tree])
+    expected = run(llama, pool, [tree])
     assert expected.isfinite().all()
     for part in (pool.k[0], pool.v[0]):
         part[hidden] = torch.tensor([torch.inf, -torch.inf, *[torch.nan] * 8]).half()[:, None, None]
-    assert torch.equal(run(lean, pool, [tree]), expected)
+    assert torch.equal(run(llama, pool, [tree]), expected)
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 64), (3, 1, 24)])
 def test_chunks_of_any_size_give_the_same_bits(
     shape: tuple[int, int, int], flags: tuple[str, ...], threads: Any
 ) -> None:
-    lean = lean_model(shape, flags)
-    pool = filled_pool(lean.config, 2000, torch.float32, shuffled=True)
+    llama = llama_model(shape, flags)
+    pool = filled_pool(llama.config, 2000, torch.float32, shuffled=True)
     context, slots, tokens = pool.take(777), pool.take(64), [3 * i % 97 for i in range(64)]
 
     def prefill(bounds: list[int]) -> torch.Tensor:
-        return torch.cat([run(lean, pool, [chunk(a, b)]) for a, b in itertools.pairwise(bounds)])
+        return torch.cat([run(llama, pool, [chunk(a, b)]) for a, b in itertools.pairwise(bounds)])
 
     def chunk(begin: int, end: int) -> Chunk:
         positions = list(range(777 + begin, 777 + end))
@@ -148,7 +148,7 @@ def test_chunks_of_any_size_give_the_same_bits(
     one_by_one = prefill(list(range(65)))
     for size in range(2, 65):
         assert torch.equal(prefill([*range(0, 64, size), 64]), one_by_one), size
-    masked = run(lean, pool, [chunk(0, 64)], masked=True)
+    masked = run(llama, pool, [chunk(0, 64)], masked=True)
     assert torch.equal(masked, one_by_one)
     for count in (2, 3, 5):
         threads(count)
@@ -157,17 +157,17 @@ def test_chunks_of_any_size_give_the_same_bits(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_long_contexts(dtype: torch.dtype, flags: tuple[str, ...], threads: Any) -> None:
-    lean = lean_model((4, 2, 16), flags)
-    pool = filled_pool(lean.config, 40_000, dtype, shuffled=False)
+    llama = llama_model((4, 2, 16), flags)
+    pool = filled_pool(llama.config, 40_000, dtype, shuffled=False)
     generator = torch.Generator().manual_seed(1)
     requests = [random_tree(n, pool.take(c), pool, generator) for n, c in ((5, 32_700), (64, 4_500), (1, 1))]
     trees = [tree for tree, _ in requests]
-    together = run(lean, pool, trees)
+    together = run(llama, pool, trees)
     for count in (2, 3, 7):
         threads(count)
-        assert torch.equal(run(lean, pool, trees), together), count
+        assert torch.equal(run(llama, pool, trees), together), count
     for (tree, parents), nodes in zip(requests, together.split([5, 64, 1]), strict=True):
         leaf = max((n for n in range(len(parents)) if len(path_to(n, parents)) <= 6), default=0)
-        assert torch.equal(decode_path(lean, pool, tree, path_to(leaf, parents)), nodes[leaf])
-    lean.held = TorchBackend(*one_layer(4, 2, 16), "fp32")
-    torch.testing.assert_close(together, run(lean, pool, trees), atol=TOLERANCE[dtype], rtol=2e-4)
+        assert torch.equal(decode_path(llama, pool, tree, path_to(leaf, parents)), nodes[leaf])
+    llama.held = TorchBackend(*one_layer(4, 2, 16), "fp32")
+    torch.testing.assert_close(together, run(llama, pool, trees), atol=TOLERANCE[dtype], rtol=2e-4)

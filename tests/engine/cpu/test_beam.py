@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.cpu import LeanModel
-from adaserve.engine.cpu.beam import MAX_WIDTH, BeamArrays
+from adaserve.engine.cpu import LlamaModel
+from adaserve.engine.cpu.beam_arrays import MAX_WIDTH, BeamArrays
 from adaserve.engine.cpu.device import CpuDevice
-from adaserve.engine.cpu.forwards import CpuForward, LeanForward
-from adaserve.engine.cpu.gumbel import read
+from adaserve.engine.cpu.forwards import CpuForward, LlamaForward
+from adaserve.engine.cpu.noise import transformed
 from adaserve.engine.device import Beams, KeepGoing, Ready, Search
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
+from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.sources.beam import MOST_PENDING, BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache, Held
 from adaserve.engine.sources.source import KeepDrafting
-from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
@@ -61,7 +61,7 @@ class Setting:
 
     def __init__(
         self,
-        forward: Callable[[LeanForward, torch.Tensor], CpuForward],
+        forward: Callable[[LlamaForward, torch.Tensor], CpuForward],
         behind: int = 0,
         max_depth: list[int] | None = None,
         *,
@@ -70,12 +70,12 @@ class Setting:
     ) -> None:
         self.hf = hf_model()
         weights, config = read_hf(self.hf)
-        self.lean, self.pool = LeanModel(weights, config, "fp32"), Pool(config, len(weights.layers))
+        self.llama, self.pool = LlamaModel(weights, config, "fp32"), Pool(config, len(weights.layers))
         rng, n = np.random.default_rng(1), len(LENGTHS)
         self.texts = [rng.integers(0, config.vocab_size, length).tolist() for length in LENGTHS]
         self.table = torch.zeros(n, 128, dtype=torch.int32)
         pools = SimpleNamespace(k_buffer=self.pool.k, v_buffer=self.pool.v)
-        self.forward = forward(LeanForward(self.lean, pools), self.table)
+        self.forward = forward(LlamaForward(self.llama, pools), self.table)
         self.cache = DraftCache(self.forward, self.table, self.pool.slots, stride=9)
         device = CpuDevice(self.forward, self.forward)
         self.source = BeamSource(device, self.cache, SHARPENING, WINDOW - 1)
@@ -89,7 +89,7 @@ class Setting:
     def _prefill(self, pool_row: int, text: list[int], behind: int) -> None:
         taken, seen = self.pool.take(len(text) + WINDOW), len(text) - behind
         self.table[pool_row, : len(taken)] = torch.tensor(taken, dtype=torch.int32)
-        run(self.lean, self.pool, [Chunk(text[:seen], list(range(seen)), taken[:seen], [])])
+        run(self.llama, self.pool, [Chunk(text[:seen], list(range(seen)), taken[:seen], [])])
         self.cache.started(pool_row, text[:seen], self.table[pool_row, :seen], read=True)
         if behind:
             self.cache.advanced(pool_row, text[seen:], 0)
@@ -100,10 +100,10 @@ class Setting:
             running=self.rows.running,
             draft=Draft(depth, width, window=self.recent, sinks=SINKS),
         )
-        drafting = self.source.propose(plan, self.rows, keep)
-        assert drafting is not None
-        self.caught_up = drafting.caught_up is not None
-        return drafting.read()
+        pending = self.source.propose(plan, self.rows, keep)
+        assert pending is not None
+        self.caught_up = pending.caught_up is not None
+        return pending.read()
 
     def held(self) -> list[Held]:
         return [self.cache[row] for row in self.rows.pool_rows.tolist()]
@@ -148,11 +148,13 @@ def logprobs_of(case: Setting, row: int, path: tuple[int, ...]) -> torch.Tensor:
         hidden[..., known:, SINKS : LENGTHS[row] - case.recent[row]] = -torch.inf
     with torch.no_grad():
         logits = case.hf(text, attention_mask=hidden).logits[0, -1:]
-    reading = SHARPENING.reading if case.rows.noisy else SHARPENING.alone
-    scale, spread = reading(TEMPERATURES[row : row + 1])
+    transform = SHARPENING.reading if case.rows.noisy else SHARPENING.alone
+    scale, spread = transform(TEMPERATURES[row : row + 1])
     position = np.array([LENGTHS[row] + len(path)])
     key = np.array([row + 1], np.uint64)
-    as_read = read(logits, Reading(scale.astype(np.float32), spread.astype(np.float32), key, position))
+    as_read = transformed(
+        logits, LogitTransform(scale.astype(np.float32), spread.astype(np.float32), key, position)
+    )
     return as_read[0].double().log_softmax(-1)
 
 
@@ -185,7 +187,7 @@ def test_the_best_of_all_extensions(
 def test_of_equal_beams_the_kernels_keep_the_first() -> None:
     case = Setting(NativeForward, noisy=False)
     weights = read_hf(case.hf)[0]
-    case.lean.held = case.lean.packed(replace(weights, lm_head=torch.zeros_like(weights.lm_head)))
+    case.llama.held = case.llama.packed(replace(weights, lm_head=torch.zeros_like(weights.lm_head)))
     trees = case.propose(3, 2).trees
     for row in range(len(LENGTHS)):
         assert paths(trees, row) == [(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1)]
@@ -194,7 +196,7 @@ def test_of_equal_beams_the_kernels_keep_the_first() -> None:
 def test_what_beams_saw_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The windows' columns that C let every beam see are those of its ancestors and its own."""
     case, searched = Setting(NativeForward), list[BeamArrays]()
-    native = case.lean.native
+    native = case.llama.native
     assert native is not None
     search = native.beam_search
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.cpu import LeanModel, build
+from adaserve.engine.cpu import LlamaModel, build
 from adaserve.engine.cpu.linear import STORAGES
 from adaserve.engine.cpu.native import NativeBackend
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, read_hf, run
 
 BUILD_IN_CHILD = (
@@ -33,23 +33,23 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def outputs(lean: LeanModel) -> torch.Tensor:
-    pool, tokens = Pool(lean.config, 2), list(range(1, 40))
-    return lean.logits(run(lean, pool, [Chunk(tokens, list(range(39)), pool.take(39), [])]))
+def outputs(llama: LlamaModel) -> torch.Tensor:
+    pool, tokens = Pool(llama.config, 2), list(range(1, 40))
+    return llama.logits(run(llama, pool, [Chunk(tokens, list(range(39)), pool.take(39), [])]))
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_torch_serves_where_no_kernels_are(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hf_model("qwen3")
-    expected = outputs(LeanModel(*read_hf(model), storage="fp32"))
+    expected = outputs(LlamaModel(*read_hf(model), storage="fp32"))
     monkeypatch.setattr(build, "load_kernels", lambda: None)
-    lean = LeanModel(*read_hf(model), storage=storage)  # type: ignore[arg-type]
-    assert lean.native is None
+    llama = LlamaModel(*read_hf(model), storage=storage)  # type: ignore[arg-type]
+    assert llama.native is None
     tolerance = 0.5 if storage == "bf16" else 2e-4
-    torch.testing.assert_close(outputs(lean), expected, atol=tolerance, rtol=tolerance)
-    hidden = torch.randn(3, lean.config.hidden_size)
-    logprobs, tokens = lean.topk_logprobs(hidden, Reading.plain(np.ones(3)), 2)
-    assert torch.equal(tokens[:, 0], lean.argmax(hidden))
+    torch.testing.assert_close(outputs(llama), expected, atol=tolerance, rtol=tolerance)
+    hidden = torch.randn(3, llama.config.hidden_size)
+    logprobs, tokens = llama.topk_logprobs(hidden, LogitTransform.plain(np.ones(3)), 2)
+    assert torch.equal(tokens[:, 0], llama.argmax(hidden))
     assert (logprobs <= 0).all()
 
 
@@ -160,13 +160,13 @@ def test_other_vector_widths(lanes: int, storage: str) -> None:
     kernels = build.load_library(build.build(f"-DVL={lanes}", "-O1", "-Wno-psabi"))
     assert kernels.ada_vector_lanes() == lanes
     weights, config = read_hf(hf_model("qwen2", hidden_size=288))
-    lean = LeanModel(weights, config, storage=storage)  # type: ignore[arg-type]
-    expected = outputs(lean)
-    lean.held = NativeBackend(kernels, weights, config, storage)  # type: ignore[arg-type]
+    llama = LlamaModel(weights, config, storage=storage)  # type: ignore[arg-type]
+    expected = outputs(llama)
+    llama.held = NativeBackend(kernels, weights, config, storage)  # type: ignore[arg-type]
     if storage == "int8":
         # What falls between two 8-bit numbers may be rounded to either, which moves the logits of its token.
         # How many do depends on both widths, and one of them is the host's.
-        moved = (outputs(lean) - expected).abs().amax(1)
+        moved = (outputs(llama) - expected).abs().amax(1)
         assert int((moved > 2e-4).sum()) <= 10 and float(moved.max()) < 0.5
     else:
-        torch.testing.assert_close(outputs(lean), expected, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(outputs(llama), expected, atol=2e-4, rtol=2e-4)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.cpu import Inputs, LeanModel, build
-from adaserve.engine.cpu.beam import BeamArrays
+from adaserve.engine.cpu import Inputs, LlamaModel, build
+from adaserve.engine.cpu.beam_arrays import BeamArrays
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from tests.engine.cpu.factories import MAX_POSITIONS, Pool, hf_model, read_hf
 
@@ -46,17 +46,17 @@ class Call:
 
 
 @pytest.fixture(scope="module")
-def lean() -> LeanModel:
+def llama() -> LlamaModel:
     if build.load_kernels() is None:
         pytest.skip("no C compiler here")
-    model = LeanModel(*read_hf(hf_model()), storage="fp32")
+    model = LlamaModel(*read_hf(hf_model()), storage="fp32")
     assert model.native is not None
     return model
 
 
-def forward(lean: LeanModel, call: Call) -> torch.Tensor:
-    pool = Pool(lean.config, 2, SLOTS)
-    return lean.forward(call.inputs(), pool.k, pool.v)
+def forward(llama: LlamaModel, call: Call) -> torch.Tensor:
+    pool = Pool(llama.config, 2, SLOTS)
+    return llama.forward(call.inputs(), pool.k, pool.v)
 
 
 def replaced(name: str, at: int, value: int) -> Callable[[Call], None]:
@@ -92,43 +92,43 @@ BAD: dict[str, tuple[Callable[[Call], None], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_forward_outside_its_arrays_is_refused(lean: LeanModel, name: str) -> None:
+def test_a_forward_outside_its_arrays_is_refused(llama: LlamaModel, name: str) -> None:
     spoil, words = BAD[name]
     call = Call.good()
     spoil(call)
     with pytest.raises(IndexError, match=words):
-        forward(lean, call)
+        forward(llama, call)
 
 
-def test_a_mask_that_is_too_small_is_refused(lean: LeanModel) -> None:
+def test_a_mask_that_is_too_small_is_refused(llama: LlamaModel) -> None:
     call = Call.good()
     call.mask = torch.ones(TOKENS * TOKENS - 1, dtype=torch.bool)
     with pytest.raises(IndexError, match="mask"):
-        forward(lean, call)
+        forward(llama, call)
 
 
-def test_inputs_of_different_lengths_are_refused(lean: LeanModel) -> None:
+def test_inputs_of_different_lengths_are_refused(llama: LlamaModel) -> None:
     call = Call.good()
     call.slots = call.slots[:-1]
     with pytest.raises(ValueError, match="one slot for each token"):
-        forward(lean, call)
+        forward(llama, call)
 
 
-def test_a_refused_forward_leaves_the_next_one_alone(lean: LeanModel) -> None:
-    expected = forward(lean, Call.good())
+def test_a_refused_forward_leaves_the_next_one_alone(llama: LlamaModel) -> None:
+    expected = forward(llama, Call.good())
     call = Call.good()
     call.ids[2] = VOCAB
     with pytest.raises(IndexError):
-        forward(lean, call)
-    assert torch.equal(forward(lean, Call.good()), expected)
+        forward(llama, call)
+    assert torch.equal(forward(llama, Call.good()), expected)
 
 
-def test_the_last_valid_values_pass(lean: LeanModel) -> None:
+def test_the_last_valid_values_pass(llama: LlamaModel) -> None:
     call = Call.good()
     call.ids[3], call.positions[3], call.slots[3], call.indices[3] = (
         VOCAB - 1, MAX_POSITIONS - 1, SLOTS - 1, SLOTS - 1,
     )  # fmt: skip
-    assert torch.isfinite(forward(lean, call)).all()
+    assert torch.isfinite(forward(llama, call)).all()
 
 
 def beams(*texts: list[int], width: int = 2, depth: int = 2) -> BeamArrays:
@@ -146,14 +146,14 @@ def beams(*texts: list[int], width: int = 2, depth: int = 2) -> BeamArrays:
     )  # fmt: skip
 
 
-def search(lean: LeanModel, arrays: BeamArrays, call: Call | None = None) -> int:
-    pool = Pool(lean.config, 2, SLOTS)
-    assert lean.native is not None
-    return lean.native.beam_search((call or Call.good()).inputs(), pool.k, pool.v, arrays, None)
+def search(llama: LlamaModel, arrays: BeamArrays, call: Call | None = None) -> int:
+    pool = Pool(llama.config, 2, SLOTS)
+    assert llama.native is not None
+    return llama.native.beam_search((call or Call.good()).inputs(), pool.k, pool.v, arrays, None)
 
 
-def test_a_beam_search_runs(lean: LeanModel) -> None:
-    assert search(lean, beams()) == 2
+def test_a_beam_search_runs(llama: LlamaModel) -> None:
+    assert search(llama, beams()) == 2
 
 
 @pytest.mark.parametrize(
@@ -169,30 +169,30 @@ def test_a_beam_search_runs(lean: LeanModel) -> None:
     ],
 )
 def test_a_beam_search_outside_its_arrays_is_refused(
-    lean: LeanModel, name: str, at: int, value: int, words: str
+    llama: LlamaModel, name: str, at: int, value: int, words: str
 ) -> None:
     arrays = beams()
     getattr(arrays, name)[at] = value
     with pytest.raises(IndexError, match=words):
-        search(lean, arrays)
+        search(llama, arrays)
 
 
 @pytest.mark.parametrize("qo", [[0, TOKENS], [0, TOKENS, TOKENS]], ids=["fewer rows", "no root"])
-def test_a_beam_search_needs_a_root_in_each_row(lean: LeanModel, qo: list[int]) -> None:
+def test_a_beam_search_needs_a_root_in_each_row(llama: LlamaModel, qo: list[int]) -> None:
     call = Call.good()
     call.qo, call.kv = qo, [0, *[TOKENS] * (len(qo) - 1)]
     with pytest.raises(IndexError, match="beams"):
-        search(lean, beams([9, 3], [4, 20]), call)
+        search(llama, beams([9, 3], [4, 20]), call)
 
 
-def test_roots_see_what_a_mask_shows_them(lean: LeanModel) -> None:
+def test_roots_see_what_a_mask_shows_them(llama: LlamaModel) -> None:
     """Where a mask is given, it is the last one of each row's queries that counts."""
     causal = Call([5, 6, 7, 8], [0, 0, 1, 2], [9, 3, 4, 20], [0, 1, 4], [0, 1, 4], [9, 3, 4, 20])
     found = []
     for mask in (None, [1, *np.tril(np.ones((3, 3), int)).ravel()], [1, 1, 0, 0, 1, 1, 0, 0, 0, 1]):
         causal.mask = None if mask is None else torch.tensor(mask, dtype=torch.bool)
         found.append(beams([9], [3, 4, 20]))
-        search(lean, found[-1], causal)
+        search(llama, found[-1], causal)
     assert np.array_equal(found[1].logprobs, found[0].logprobs)
     assert np.array_equal(found[2].logprobs[0], found[0].logprobs[0])
     assert not np.array_equal(found[2].logprobs[1, :2], found[0].logprobs[1, :2]), "it saw what was hidden"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.cpu import LeanModel, build
-from adaserve.engine.cpu.forwards import CpuForward, LeanForward
+from adaserve.engine.cpu import LlamaModel, build
+from adaserve.engine.cpu.forwards import CpuForward, LlamaForward
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.trees import verify
@@ -25,39 +25,39 @@ ROW_COUNTS = [*range(1, 65), 121, 130]
 
 
 @pytest.fixture(params=STORAGES)
-def lean(request: pytest.FixtureRequest, flags: tuple[str, ...]) -> LeanModel:
+def llama(request: pytest.FixtureRequest, flags: tuple[str, ...]) -> LlamaModel:
     # More than one block of k in both products of the MLP.
     weights, config = read_hf(hf_model(hidden_size=272, intermediate_size=520))
-    model = LeanModel(weights, config, storage=request.param)
+    model = LlamaModel(weights, config, storage=request.param)
     kernels = build.load_library(build.build(*flags))
     model.held = NativeBackend(kernels, weights, config, request.param)
     return model
 
 
-def test_rows_do_not_depend_on_their_number(lean: LeanModel) -> None:
+def test_rows_do_not_depend_on_their_number(llama: LlamaModel) -> None:
     contexts = [list(range(3 + i % 7, 9 + 2 * (i % 11))) for i in range(max(ROW_COUNTS))]
-    pool = Pool(lean.config, 2, slots=8192)
+    pool = Pool(llama.config, 2, slots=8192)
     slots = [pool.take(len(c)) for c in contexts]
-    run(lean, pool, [Chunk(c, list(range(len(c))), s, []) for c, s in zip(contexts, slots, strict=True)])
+    run(llama, pool, [Chunk(c, list(range(len(c))), s, []) for c, s in zip(contexts, slots, strict=True)])
     (own,) = ([pool.take(1) for _ in contexts],)
     chunks = [Chunk([i], [len(s)], o, s) for i, (o, s) in enumerate(zip(own, slots, strict=True))]
-    alone = torch.cat([run(lean, pool, [c]) for c in chunks])
+    alone = torch.cat([run(llama, pool, [c]) for c in chunks])
     for count in ROW_COUNTS:
         first = 64 - count if count <= 64 else 0
-        together = run(lean, pool, chunks[first : first + count])
+        together = run(llama, pool, chunks[first : first + count])
         assert torch.equal(together, alone[first : first + count]), count
-        assert torch.equal(lean.logits(together), lean.logits(alone)[first : first + count])
+        assert torch.equal(llama.logits(together), llama.logits(alone)[first : first + count])
 
 
-def test_thread_count_does_not_matter(lean: LeanModel) -> None:
-    pool, threads = Pool(lean.config, 2), torch.get_num_threads()
+def test_thread_count_does_not_matter(llama: LlamaModel) -> None:
+    pool, threads = Pool(llama.config, 2), torch.get_num_threads()
     tokens = list(range(1, 90))
     chunk = Chunk(tokens, list(range(89)), pool.take(89), [])
     try:
         results = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append(run(lean, pool, [chunk]))
+            results.append(run(llama, pool, [chunk]))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1])
@@ -72,50 +72,50 @@ def test_items_that_several_members_do_are_stored_once(storage: Storage) -> None
     impatient = build.load_library(build.build("-DMOST_PATIENCE_NS=0"))
     weights, config = read_hf(hf_model(hidden_size=272, intermediate_size=520))
     backend, pool = NativeBackend(impatient, weights, config, storage), Pool(config, 2)
-    lean = LeanModel(weights, config, storage)
+    llama = LlamaModel(weights, config, storage)
     chunks = [Chunk(list(range(1, 1 + n)), list(range(n)), pool.take(n), []) for n in (1, 7, 50, 130)]
-    hidden = [run(lean, pool, [c]) for c in chunks]
-    logits = [lean.logits(h) for h in hidden]
-    lean.held = backend
+    hidden = [run(llama, pool, [c]) for c in chunks]
+    logits = [llama.logits(h) for h in hidden]
+    llama.held = backend
     threads = torch.get_num_threads()
     try:
         for _ in range(25):
             for count in (2, 3, 5):
                 torch.set_num_threads(count)
                 for chunk, h, out in zip(chunks, hidden, logits, strict=True):
-                    assert torch.equal(run(lean, pool, [chunk]), h), (count, len(chunk.tokens))
-                    assert torch.equal(lean.logits(h), out)
+                    assert torch.equal(run(llama, pool, [chunk]), h), (count, len(chunk.tokens))
+                    assert torch.equal(llama.logits(h), out)
     finally:
         torch.set_num_threads(threads)
 
 
-def test_prefill_in_chunks_equals_prefill_at_once(lean: LeanModel) -> None:
-    pool = Pool(lean.config, 2)
+def test_prefill_in_chunks_equals_prefill_at_once(llama: LlamaModel) -> None:
+    pool = Pool(llama.config, 2)
     tokens = list(range(1, 100))
-    at_once = run(lean, pool, [Chunk(tokens, list(range(99)), pool.take(99), [])])
+    at_once = run(llama, pool, [Chunk(tokens, list(range(99)), pool.take(99), [])])
     slots = pool.take(99)
     parts = [
-        run(lean, pool, [Chunk(tokens[a:b], list(range(a, b)), slots[a:b], slots[:a])])
+        run(llama, pool, [Chunk(tokens[a:b], list(range(a, b)), slots[a:b], slots[:a])])
         for a, b in ((0, 1), (1, 31), (31, 32), (32, 99))
     ]
     assert torch.equal(torch.cat(parts), at_once)
 
 
-def test_tree_nodes_equal_plain_decoding(lean: LeanModel) -> None:
+def test_tree_nodes_equal_plain_decoding(llama: LlamaModel) -> None:
     parents, tokens = [-1, 0, 0, 1, 1, 2, 3, 5, 6], [7, 11, 13, 17, 19, 23, 29, 31, 37]
-    pool, prompt = Pool(lean.config, 2), list(range(1, 38))
+    pool, prompt = Pool(llama.config, 2), list(range(1, 38))
     slots = pool.take(37)
-    run(lean, pool, [Chunk(prompt, list(range(37)), slots, [])])
+    run(llama, pool, [Chunk(prompt, list(range(37)), slots, [])])
     depths = [len(path_to(i, parents)) - 1 for i in range(len(parents))]
     tree = Chunk(
         tokens, [37 + d for d in depths], pool.take(len(parents)), slots, tree_mask(parents, len(slots))
     )
-    nodes = run(lean, pool, [tree])
+    nodes = run(llama, pool, [tree])
     for leaf in (4, 7, 8):
         decoded = list(slots)
         for depth, node in enumerate(path_to(leaf, parents)):
             own = pool.take(1)
-            step = run(lean, pool, [Chunk([tokens[node]], [37 + depth], own, decoded)])
+            step = run(llama, pool, [Chunk([tokens[node]], [37 + depth], own, decoded)])
             decoded += own
             assert torch.equal(step[0], nodes[node])
 
@@ -126,21 +126,21 @@ def test_storages_that_hold_the_weights_agree() -> None:
     tokens = list(range(1, 60))
     results = []
     for storage, pool in zip(("fp32", "fp16", "auto"), pools, strict=True):
-        lean = LeanModel(weights, config, storage=storage)  # type: ignore[arg-type]
-        if lean.native is None:
+        llama = LlamaModel(weights, config, storage=storage)  # type: ignore[arg-type]
+        if llama.native is None:
             pytest.skip("torch's operators promise no such thing")
-        results.append(run(lean, pool, [Chunk(tokens, list(range(59)), pool.take(59), [])]))
+        results.append(run(llama, pool, [Chunk(tokens, list(range(59)), pool.take(59), [])]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
 
-def test_nodes_of_a_served_tree_equal_plain_decoding(lean: LeanModel) -> None:
+def test_nodes_of_a_served_tree_equal_plain_decoding(llama: LlamaModel) -> None:
     """Whose columns do not follow their depths: the likeliest node of each level stands in front."""
     prompt, root, shape = [3 * i % 131 for i in range(20)], 1, tree_shape(3, 3, None)
-    pool, table = Pool(lean.config, 2), torch.zeros(2, 64, dtype=torch.int32)
+    pool, table = Pool(llama.config, 2), torch.zeros(2, 64, dtype=torch.int32)
     for row in range(2):
         table[row] = torch.tensor(pool.take(64), dtype=torch.int32)
-    forward = CpuForward(LeanForward(lean, SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v)), table)
+    forward = CpuForward(LlamaForward(llama, SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v)), table)
 
     def read(row: int, tokens: list[int], start: int) -> torch.Tensor:
         rows, starts, lens = (np.array([n]) for n in (row, start, len(tokens)))

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.cpu import LeanModel, build
+from adaserve.engine.cpu import LlamaModel, build
 from adaserve.engine.cpu.extract import read_head
-from adaserve.engine.cpu.forwards import CpuForward, LeanForward
-from adaserve.engine.cpu.gumbel import read
+from adaserve.engine.cpu.forwards import CpuForward, LlamaForward
 from adaserve.engine.cpu.heads import HeadForward
 from adaserve.engine.cpu.native import NativeBackend
+from adaserve.engine.cpu.noise import transformed
 from adaserve.engine.cpu.params import Before, Inputs, InputStage, LayerWeights, ModelWeights
 from adaserve.engine.device import Beams, KeepGoing, Search
 from adaserve.engine.hidden_states import HiddenStates, project
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
 from adaserve.engine.trees.attention import attention_plan, token_slots
-from adaserve.engine.trees.batch import Gap, TreeBatch
+from adaserve.engine.trees.batch import ContextGap, TreeBatch
 from adaserve.engine.trees.shape import tree_shape
 from tests.engine.cpu.factories import Pool, read_hf
 from tests.engine.heads import LAYERS, Head, following_head, frequent_tokens, head_target
@@ -75,10 +75,10 @@ class Setting:
     def __init__(self, head: Head | Mtp, backend: str, forward: type[HeadForward] = HeadForward) -> None:
         self.head = head
         weights, config = read_hf(head.target[0])
-        self.target = LeanModel(weights, config, "fp32")
+        self.target = LlamaModel(weights, config, "fp32")
         of_head = mtp_weights(head) if isinstance(head, Mtp) else head_weights(head, weights)
-        self.lean = LeanModel(of_head, config, "fp32")
-        assert {self.target.native is None, self.lean.native is None} == {backend == "torch"}
+        self.llama = LlamaModel(of_head, config, "fp32")
+        assert {self.target.native is None, self.llama.native is None} == {backend == "torch"}
         pools = [Pool(config, layers) for layers in (len(weights.layers), 1)]
         self.table = torch.zeros(3, 64, dtype=torch.int32)
         for row, length in zip(ROWS, LENGTHS, strict=True):
@@ -92,8 +92,8 @@ class Setting:
             self.states = HiddenStates(slots, size, torch.float32, LAYERS, partial(project, loaded))
         self.target.sink = self.states
         paged = [SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v) for pool in pools]
-        self.reads = LeanForward(self.target, paged[0])
-        self.drafts = forward(LeanForward(self.lean, paged[1]), self.table, self.states)
+        self.reads = LlamaForward(self.target, paged[0])
+        self.drafts = forward(LlamaForward(self.llama, paged[1]), self.table, self.states)
         rng = np.random.default_rng(1)
         self.texts = [rng.integers(2, 500, length + 1).tolist() for length in LENGTHS]
 
@@ -111,7 +111,7 @@ class Setting:
             self.drafts.run(self.batch(np.minimum(starts, known), known))
             starts = end
 
-    def search(self, depth: int, width: int, pending: int = 0, gap: Gap | None = None) -> Beams:
+    def search(self, depth: int, width: int, pending: int = 0, gap: ContextGap | None = None) -> Beams:
         """``pending``: cached tokens that the head has not read."""
         ones = np.ones(2, np.float32)
         search = Search(
@@ -138,8 +138,8 @@ def logprobs(
     logits = torch.full((1, head.config.vocab_size), -torch.inf)
     logits[:, head.token_ids] = head.logits(states[:, -1])
     one, position = np.ones(1, np.float32), np.array([len(text) - 1 + len(path)])
-    reading = Reading(one, spread * one, np.array([key], np.uint64), position)
-    return read(logits, reading)[0].double().log_softmax(-1)
+    transform = LogitTransform(one, spread * one, np.array([key], np.uint64), position)
+    return transformed(logits, transform)[0].double().log_softmax(-1)
 
 
 def check_levels(
@@ -233,7 +233,7 @@ def test_a_window_leaves_out_early_tokens(
     case = Setting(head, backend, forward)
     case.read(LENGTHS)
     left_out = np.array([0, 12])
-    found = case.search(2, 3, pending=2, gap=Gap(0, left_out))
+    found = case.search(2, 3, pending=2, gap=ContextGap(0, left_out))
     for r in range(2):
         seen = (found.tokens[r], found.logprobs[r])
         check_levels(head, case.texts[r], *seen, 3, 3 + r, 0.7, max(1, int(left_out[r])))
@@ -306,8 +306,8 @@ def test_a_head_that_shares_the_embedding_knows_as_many_tokens_as_it_says(head: 
         lm_head=embed, hot_token_id=head.token_ids,
         config=SimpleNamespace(hidden_size=c.hidden_size, vocab_size=c.vocab_size, draft_vocab_size=rows),
     )  # fmt: skip
-    lean = LeanModel(*read_head(loaded), "fp32")
+    llama = LlamaModel(*read_head(loaded), "fp32")
     states = torch.randn(64, c.hidden_size, generator=torch.Generator().manual_seed(1))
-    tokens = lean.topk_logprobs(states, Reading.plain(np.ones(64)), 4)[1]
+    tokens = llama.topk_logprobs(states, LogitTransform.plain(np.ones(64)), 4)[1]
     assert torch.isin(tokens, head.token_ids).all()
-    assert lean.logits(states).isfinite().sum() == 64 * rows
+    assert llama.logits(states).isfinite().sum() == 64 * rows

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from adaserve.engine.cpu import LeanModel, build
+from adaserve.engine.cpu import LlamaModel, build
 from adaserve.engine.cpu.device import CpuDevice
-from adaserve.engine.cpu.forwards import CpuForward, LeanForward
-from adaserve.engine.cpu.install import LEAN_ATTRIBUTE, store_again
-from adaserve.engine.cpu.lean import draft_storage
+from adaserve.engine.cpu.forwards import CpuForward, LlamaForward
+from adaserve.engine.cpu.install import LLAMA_ATTRIBUTE, store_again
+from adaserve.engine.cpu.linear import draft_storage
 from adaserve.engine.cpu.native import NativeBackend
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, read_hf, run
 
@@ -36,21 +36,21 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def lean(flags: tuple[str, ...]) -> LeanModel:
+def llama(flags: tuple[str, ...]) -> LlamaModel:
     weights, config = read_hf(hf_model(hidden_size=600, vocab_size=133))
-    model = LeanModel(weights, config, "int8")
+    model = LlamaModel(weights, config, "int8")
     model.held = NativeBackend(build.load_library(build.build(*flags)), weights, config, "int8")
     return model
 
 
 @pytest.mark.parametrize("rows", [1, 2, 12, 13, 60, 121])
-def test_products_round_by_row_and_block(lean: LeanModel, rows: int) -> None:
+def test_products_round_by_row_and_block(llama: LlamaModel, rows: int) -> None:
     weight = read_hf(hf_model(hidden_size=600, vocab_size=133))[0].lm_head
     hidden = (
         torch.randn(rows, 600, generator=torch.Generator().manual_seed(rows))
         * torch.logspace(-3, 3, rows)[:, None]
     )
-    found, expected = lean.logits(hidden), product(hidden, weight)
+    found, expected = llama.logits(hidden), product(hidden, weight)
     # A number in the middle between two others may be rounded to either: one step of an activation or weight.
     step = 1.5 * expected.abs().amax(-1, keepdim=True) / 127
     assert ((found - expected).abs() <= 0.05 * step).float().mean() > 0.98
@@ -60,22 +60,22 @@ def test_products_round_by_row_and_block(lean: LeanModel, rows: int) -> None:
     assert ((found - exact).norm(dim=-1) < 0.02 * exact.norm(dim=-1)).all()
 
 
-def test_zeros_and_what_is_no_number(lean: LeanModel) -> None:
+def test_zeros_and_what_is_no_number(llama: LlamaModel) -> None:
     hidden = torch.zeros(3, 600)
     hidden[1, 5] = torch.nan
     hidden[2, 595] = torch.inf
-    found = lean.logits(hidden)
+    found = llama.logits(hidden)
     assert (found[0] == 0).all()
     assert found[1].isnan().all()
     assert found[2].isnan().all()
 
 
-def test_a_forward_stays_near_that_of_whole_numbers(lean: LeanModel) -> None:
+def test_a_forward_stays_near_that_of_whole_numbers(llama: LlamaModel) -> None:
     weights, config = read_hf(hf_model(hidden_size=600, vocab_size=133))
-    whole, tokens = LeanModel(weights, config, "fp32"), list(range(1, 40))
+    whole, tokens = LlamaModel(weights, config, "fp32"), list(range(1, 40))
     found, expected = (
         m.logits(run(m, pool, [Chunk(tokens, list(range(39)), pool.take(39), [])]))
-        for m, pool in ((m, Pool(config, 2)) for m in (lean, whole))
+        for m, pool in ((m, Pool(config, 2)) for m in (llama, whole))
     )
     assert not torch.equal(found, expected)
     assert (found - expected).norm() < 0.2 * expected.norm()
@@ -85,7 +85,7 @@ def test_a_server_says_how_weights_are_stored() -> None:
     weights, config = read_hf(hf_model())
     table = torch.zeros(1, 8, dtype=torch.int32)
     target, draft = (
-        CpuForward(LeanForward(LeanModel(weights, config, storage), None), table)
+        CpuForward(LlamaForward(LlamaModel(weights, config, storage), None), table)
         for storage in ("fp32", "int8")  # type: ignore[arg-type]
     )
     theirs = CpuForward(SimpleNamespace(), table)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_a_server_says_how_it_has_chosen_to_store_weights() -> None:
     table = torch.zeros(1, 8, dtype=torch.int32)
 
     def stored() -> str:
-        return CpuForward(LeanForward(LeanModel(weights, config, "auto"), None), table).storage
+        return CpuForward(LlamaForward(LlamaModel(weights, config, "auto"), None), table).storage
 
     assert stored() == "fp16"
     weights = replace(weights, lm_head=weights.lm_head + 1e-7)
@@ -127,15 +127,15 @@ def test_it_is_as_for_the_target_without_kernels(asked: Any, monkeypatch: pytest
 
 def test_a_loaded_model_is_stored_again_once_it_is_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, config = read_hf(hf_model())
-    model = SimpleNamespace(**{LEAN_ATTRIBUTE: LeanModel(weights, config, "fp32")})
+    model = SimpleNamespace(**{LLAMA_ATTRIBUTE: LlamaModel(weights, config, "fp32")})
     monkeypatch.setattr("adaserve.engine.cpu.install.read_weights", lambda _: (weights, config))
-    lean: LeanModel = getattr(model, LEAN_ATTRIBUTE)
-    first = lean.held
+    llama: LlamaModel = getattr(model, LLAMA_ATTRIBUTE)
+    first = llama.held
     store_again(model, "fp32")
-    assert lean.held is first
+    assert llama.held is first
     store_again(model, "int8")
-    assert lean.storage == "int8" and lean.held is not first
+    assert llama.storage == "int8" and llama.held is not first
     # Weights that are learned later are stored alike.
     hidden = torch.randn(2, config.hidden_size)
-    assert torch.equal(lean.packed(weights).logits(hidden), lean.logits(hidden))
+    assert torch.equal(llama.packed(weights).logits(hidden), llama.logits(hidden))
     store_again(SimpleNamespace(), "int8")

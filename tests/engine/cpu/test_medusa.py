@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, save_medusa
-from adaserve.engine.cpu import LeanModel, build
-from adaserve.engine.cpu.forwards import CpuForward, LeanForward
-from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
+from adaserve.engine.cpu import LlamaModel, build
+from adaserve.engine.cpu.forwards import CpuForward, LlamaForward
+from adaserve.engine.cpu.install import LLAMA_ATTRIBUTE
 from adaserve.engine.cpu.medusa import MedusaForward, medusa_forward
 from adaserve.engine.device import Search
 from adaserve.engine.gpu.attention import AttentionBuffers
@@ -50,14 +50,14 @@ class Setting:
 
     def __init__(self, target: Any, heads: MedusaHeads) -> None:
         weights, config = read_hf(target)
-        self.target, self.heads = LeanModel(weights, config, "fp32"), heads
+        self.target, self.heads = LlamaModel(weights, config, "fp32"), heads
         pool = Pool(config, len(weights.layers))
         self.table = torch.zeros(3, 64, dtype=torch.int32)
         for row in ROWS:
             self.table[row] = torch.tensor(pool.take(64), dtype=torch.int32)
         self.states = HiddenStates(pool.slots, config.hidden_size, torch.float32)
         self.target.sink = self.states
-        self.reads = LeanForward(self.target, SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v))
+        self.reads = LlamaForward(self.target, SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v))
         self.drafts = MedusaForward(heads, self.target, self.states, self.table, "fp32")
         rng = np.random.default_rng(1)
         self.texts = [rng.integers(2, 500, length + 1).tolist() for length in LENGTHS]
@@ -207,10 +207,10 @@ def test_weights_that_cannot_be_read_are_named(tmp_path: Any, target: Any, publi
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path: Any, target: Any) -> None:
-    lean = LeanModel(*read_hf(target), "fp32")
+    llama = LlamaModel(*read_hf(target), "fp32")
     pool = SimpleNamespace(k_buffer=[torch.zeros(4, 2, 8)], dtype=torch.float32)
     runner = SimpleNamespace(
-        model=SimpleNamespace(**{LEAN_ATTRIBUTE: lean}),
+        model=SimpleNamespace(**{LLAMA_ATTRIBUTE: llama}),
         token_to_kv_pool=pool,
         dtype=torch.float32,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(2, 2, dtype=torch.int32)),

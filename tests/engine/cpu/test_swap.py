@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adaserve.engine.cpu import LeanModel, ModelConfig, ModelWeights
-from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
+from adaserve.engine.cpu import LlamaModel, ModelConfig, ModelWeights
+from adaserve.engine.cpu.install import LLAMA_ATTRIBUTE
 from adaserve.engine.cpu.swap import CpuSwap
 from adaserve.engine.learning.swap import EMBEDDING, require_fit
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, read_hf, run
@@ -113,23 +113,23 @@ def read(model: Served) -> tuple[ModelWeights, ModelConfig]:
     return replace(weights, embed=embed, lm_head=embed, layers=layers, final_norm=final_norm), config
 
 
-def logits(lean: LeanModel) -> Tensor:
+def logits(llama: LlamaModel) -> Tensor:
     """What a model says behind five tokens."""
     chunk = Chunk([5, 6, 7, 8, 9], list(range(5)), list(range(5)), [])
-    return lean.logits(run(lean, Pool(lean.config, layers=2), [chunk]))
+    return llama.logits(run(llama, Pool(llama.config, layers=2), [chunk]))
 
 
 def test_our_kernels_draft_with_the_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Old weights that were put aside still work after they are exchanged."""
     monkeypatch.setattr("adaserve.engine.cpu.swap.read_weights", read)
     model, other = Served(hf_model(seed=1)), hf_model(seed=2)
-    lean = LeanModel(*read(model))
-    object.__setattr__(model, LEAN_ATTRIBUTE, lean)
-    before = logits(lean)
+    llama = LlamaModel(*read(model))
+    object.__setattr__(model, LLAMA_ATTRIBUTE, llama)
+    before = logits(llama)
     swap = CpuSwap(model)
     new, old = swap.prepared(state_of(other)), swap.served()
-    assert torch.equal(logits(lean), before), "preparing changes nothing"
+    assert torch.equal(logits(llama), before), "preparing changes nothing"
     swap.exchange(new)
-    assert torch.equal(logits(lean), logits(LeanModel(*read_hf(other))))
+    assert torch.equal(logits(llama), logits(LlamaModel(*read_hf(other))))
     swap.exchange(old)
-    assert torch.equal(logits(lean), before)
+    assert torch.equal(logits(llama), before)

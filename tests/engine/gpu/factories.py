@@ -22,10 +22,10 @@ from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable
 from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import Key, SearchKey, Sizes, Tiers
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
+from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
-from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.noise import request_key
 from adaserve.scheduler.interface import Draft, IterationPlan, RunningBatch
@@ -62,8 +62,8 @@ class TinyModel:
     def argmax(self, hidden: Tensor) -> Tensor:
         return self.backend.argmax(hidden)
 
-    def topk_logprobs(self, hidden: Tensor, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
-        return self.backend.topk_logprobs(hidden, reading, width)
+    def topk_logprobs(self, hidden: Tensor, transform: LogitTransform, width: int) -> tuple[Tensor, Tensor]:
+        return self.backend.topk_logprobs(hidden, transform, width)
 
     def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
         assert isinstance(kernel, SdpaKernel)
@@ -154,8 +154,8 @@ class Requests:
 def host_device(
     requests: Requests, target: TinyModel, *drafts: TinyModel, drafts_itself: bool = False
 ) -> CpuDevice:
-    own, itself, *others = (CpuForward(m, requests.req_to_token) for m in (target, target, *drafts))
-    return CpuDevice(own, *others, itself=itself if drafts_itself else None)
+    own, self_drafter, *others = (CpuForward(m, requests.req_to_token) for m in (target, target, *drafts))
+    return CpuDevice(own, *others, self_drafter=self_drafter if drafts_itself else None)
 
 
 SIZES = Sizes(
@@ -172,14 +172,14 @@ def graph_device(
     requests: Requests, target: TinyModel, *drafts: TinyModel, drafts_itself: bool = False
 ) -> GpuDevice:
     """The GPU's parts on a CPU: SDPA over the packed arrays, functions in place of graphs."""
-    buffers, itself = stale_buffers(), None
+    buffers, self_drafter = stale_buffers(), None
     if drafts_itself:
         parts = device_forward(requests, target, SIZES.searches(), buffers).parts
-        itself = GpuForward(dataclasses.replace(parts, first=1, follows=False))
+        self_drafter = GpuForward(dataclasses.replace(parts, first=1, follows=False))
     return GpuDevice(
         device_forward(requests, target, SIZES.verifications(), buffers),
         *(device_forward(requests, draft, SIZES.drafts(), buffers) for draft in drafts),
-        itself=itself,
+        self_drafter=self_drafter,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adaserve.engine import cpu
-from adaserve.engine.cpu.forwards import LeanForward
+from adaserve.engine.cpu.forwards import LlamaForward
 from adaserve.engine.cpu.params import Before
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel
 from adaserve.engine.gpu.device import GpuDevice
@@ -30,7 +30,7 @@ SIZES = Sizes(
 class TinyCall:
     """A ``ModelCall`` of a host's model; ``words``: the tokens that a head knows."""
 
-    def __init__(self, forward: LeanForward, words: Tensor | None = None) -> None:
+    def __init__(self, forward: LlamaForward, words: Tensor | None = None) -> None:
         self._forward, self._words = forward, words
 
     def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:

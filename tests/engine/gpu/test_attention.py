@@ -26,11 +26,11 @@ from adaserve.engine.gpu.attention_kernel import (
     Workspace,
     tiles_of,
 )
+from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.device import served_sizes
 from adaserve.engine.gpu.flashinfer_kernel import FlashInferKernel
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable
-from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.kernel_choice import usable
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.model import Inputs, Output, Parts
@@ -88,13 +88,13 @@ def test_a_pool_of_another_type_than_the_model_is_read() -> None:
 SPILLED = """
 import torch
 from adaserve.engine.gpu.attention_kernel import TILE, Workspace, _attend
-from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.attention_shape import AttentionShape
 from tests.engine.gpu.compiling import kind_of, spilled_bytes
 
 half, quarter = torch.float16, torch.float8_e4m3fn
 
 def served(group, dim, window, cap, kept):
-    workspace = Workspace(HeadShape(8 * group, 8, dim, 1.0, half, half), torch.device("cpu"))
+    workspace = Workspace(AttentionShape(8 * group, 8, dim, 1.0, half, half), torch.device("cpu"))
     sizes = ((1, 16, 16), (9, 64, 64), (65, 512, 512), (65, 512, 8), (65, 64, 1), (17, 16, 1), (65, 256, 4))
     cuts = {(cut.rows, cut.warps): cut for cut in (workspace.cut(*size) for size in sizes)}
     for cut in cuts.values():
@@ -150,7 +150,7 @@ def test_too_many_tiles_are_refused() -> None:
         tiles_of(np.array([9, 9]), np.array([20, 20]), 4, Cut(16, 5, 1, 1, 4))
 
 
-HEADS = HeadShape(4, 2, 8, 0.5, torch.float32, torch.float32)
+HEADS = AttentionShape(4, 2, 8, 0.5, torch.float32, torch.float32)
 
 
 def kernel_that(refuses: str) -> Any:
@@ -170,7 +170,7 @@ def kernel_that(refuses: str) -> Any:
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(32, 8), (16, 8), (14, 2), (32, 32)])
 def test_texts_of_any_length_are_read_by_kernels_that_are_compiled(q_heads: int, kv_heads: int) -> None:
     """Of a draft that has missed much. Graphs compile theirs."""
-    heads, kinds = HeadShape(q_heads, kv_heads, 64, 1.0, torch.float16, torch.float16), set[Any]()
+    heads, kinds = AttentionShape(q_heads, kv_heads, 64, 1.0, torch.float16, torch.float16), set[Any]()
     workspace = Workspace(heads, CPU)
 
     class Kernel(SdpaKernel):
@@ -223,7 +223,7 @@ def test_a_kernel_that_works_serves() -> None:
     ],
 )
 def test_the_setting_chooses(setting: Any, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HeadShape, "of", lambda runner: HEADS)
+    monkeypatch.setattr(AttentionShape, "of", lambda runner: HEADS)
     monkeypatch.setattr(kernel_choice, "own_kernel", lambda heads, device: None)
     assert kernel_choice.kernel_maker(setting, None, torch.device(device), 8, 64)[0] == name
 
@@ -231,7 +231,7 @@ def test_the_setting_chooses(setting: Any, device: str, name: str, monkeypatch: 
 def test_flashinfer_is_not_used_for_windows_in_trees(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(HeadShape, "of", lambda runner: replace(HEADS, plain_scores=False))
+    monkeypatch.setattr(AttentionShape, "of", lambda runner: replace(HEADS, plain_scores=False))
     monkeypatch.setattr(kernel_choice, "own_kernel", lambda heads, device: None)
     assert kernel_choice.kernel_maker("flashinfer", None, torch.device("cuda"), 8, 64)[0] == "triton"
     assert "FlashInfer does not serve trees with sliding windows" in caplog.text
@@ -253,7 +253,7 @@ def planned_bytes(q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int,
 def test_flashinfer_has_room_for_its_plans(
     q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int, tile: int
 ) -> None:
-    heads = HeadShape(q_heads, kv_heads, dim, 1.0, torch.float16, torch.float16)
+    heads = AttentionShape(q_heads, kv_heads, dim, 1.0, torch.float16, torch.float16)
     room = tiles.workspace_bytes(heads, rows, tokens)
     assert planned_bytes(q_heads, kv_heads, dim, rows, tokens, tile) <= room
     if (kv_heads, rows) == (8, 65):
@@ -279,7 +279,7 @@ def planned_tile(rows: int, tokens: int, group: int) -> int:
 )  # fmt: skip
 def test_tiles_are_as_large_as_the_requests_ask_for(rows: int, tokens: int, longest: int, tile: int) -> None:
     """Drafts and verifications of a model whose key heads serve four heads each."""
-    heads = HeadShape(32, 8, 128, 1.0, torch.float16, torch.float16)
+    heads = AttentionShape(32, 8, 128, 1.0, torch.float16, torch.float16)
     planned = tiles.planned_rows(heads, rows, tokens, longest, tiles.WORKSPACE_BYTES)
     assert planned_tile(planned, tokens, 4) == tile
     assert tiles.planned_rows(heads, rows, tokens, longest, 0) == rows, "there is no room for more"
@@ -305,7 +305,7 @@ def test_flashinfer_copies_and_clears_nothing(monkeypatch: pytest.MonkeyPatch) -
         sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
     )
     room, pool = torch.empty(1 << 20, dtype=torch.uint8), torch.zeros(7, 2, 4)
-    heads = HeadShape(4, 2, 4, 0.5, torch.float32, torch.float32)
+    heads = AttentionShape(4, 2, 4, 0.5, torch.float32, torch.float32)
     kernel = FlashInferKernel(AttentionBuffers.allocate(99, 99, CPU), 1, heads, room, room)
     kernel.plan(Extent(np.array([3]), np.array([5])))
     q = torch.arange(3 * 8 * 4.0).view(3, 8, 4)[:, :4]
@@ -337,7 +337,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     return plans
 
 
-LLAMA = HeadShape(32, 8, 128, 1.0, torch.float16, torch.float16)
+LLAMA = AttentionShape(32, 8, 128, 1.0, torch.float16, torch.float16)
 QUERIES, SLOTS = 3, 4
 """Places of both starts among the planner's arguments."""
 

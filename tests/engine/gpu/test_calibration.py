@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.clock import HostMark
 from adaserve.engine.costs import measure
+from adaserve.engine.device_timing import HostMark
 from adaserve.engine.gpu.device import MOST_CAPTURED_TOKENS, GpuDevice
 from adaserve.engine.gpu.sizes import Sizes, Tiers
 from adaserve.engine.trees.batch import TreeBatch

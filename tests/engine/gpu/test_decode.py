@@ -17,27 +17,27 @@ import pytest
 import torch
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine.agree import Agreement
-from adaserve.engine.clock import HostMark
 from adaserve.engine.cpu import Inputs
 from adaserve.engine.decisions import Decisions
 from adaserve.engine.decode import DecodeLoop
+from adaserve.engine.device_timing import HostMark
 from adaserve.engine.kv_caches import KVCaches
 from adaserve.engine.learning.tap import Tap
 from adaserve.engine.policies import ServedPolicies
+from adaserve.engine.rank_sync import RankSync
+from adaserve.engine.request_state import Asked, RequestState
 from adaserve.engine.requests import Requests as ServedRequests
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sampling import Settings
 from adaserve.engine.sources.beam import BeamSource
-from adaserve.engine.sources.own import SHARPENING
+from adaserve.engine.sources.self_draft import SHARPENING
 from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
-from adaserve.engine.state import Asked, RequestState
 from adaserve.engine.transfer import QueuedCopy
 from adaserve.engine.trees.attention import TreeAttentionPlan
-from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.costs.latency import default_latency
+from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import MODEL, SECOND_MODEL, IterationOutcome
-from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.scheduler.replay import Recorder, read_recording, replay
 from adaserve.slo.lengths import OutputLengths
@@ -110,12 +110,12 @@ class Run:
         alone = SimpleNamespace(world_size=1, rank_in_group=0)
         self.loop = DecodeLoop(
             device=parts,
-            sources=self.beams or [StatelessSource(parts.itself, SHARPENING, DEPTH * WIDTH, DEPTH)],
+            sources=self.beams or [StatelessSource(parts.self_drafter, SHARPENING, DEPTH * WIDTH, DEPTH)],
             caches=KVCaches(
                 parts, [Pool(model) for model in (self.target, *self.models)], requests.req_to_token
             ),
             requests=ServedRequests((1, 0)),
-            decisions=Decisions(self.policies, Agreement(alone), None),  # type: ignore[arg-type]
+            decisions=Decisions(self.policies, RankSync(alone), None),  # type: ignore[arg-type]
             tap=Tap(0.0),
             learner=None,
             lengths=OutputLengths(),

@@ -8,7 +8,7 @@ CHECK = """
 import torch
 from adaserve.bench.gpu_check.kernels import check_beams
 from adaserve.engine.gpu.grow_kernel import grow_fused
-from adaserve.engine.levels import Levels
+from adaserve.engine.beam_levels import Levels
 from adaserve.engine.trees.shape import tree_shape
 
 for depth, width in ((1, 3), (5, 1), (4, 2), (5, 3), (8, 8), (2, 16)):

@@ -11,7 +11,7 @@ import torch
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel
 from adaserve.engine.gpu.layout import Extent, list_slots, seen_by, slot_lists, unpack
 from adaserve.engine.trees import attention
-from adaserve.engine.trees.batch import Gap, TreeBatch
+from adaserve.engine.trees.batch import ContextGap, TreeBatch
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 from tests.engine.gpu.factories import CPU
 
@@ -85,7 +85,9 @@ def test_gathered_slots() -> None:
     assert slots == [20, 21, 22, 30, 31]
 
 
-def gathered(table: torch.Tensor, rows: np.ndarray, kv_lens: np.ndarray, gap: Gap | None = None) -> list[int]:
+def gathered(
+    table: torch.Tensor, rows: np.ndarray, kv_lens: np.ndarray, gap: ContextGap | None = None
+) -> list[int]:
     extent = Extent(np.zeros(len(rows) + 2, np.int64), np.append(kv_lens, [1, 1]))
     lists, out = slot_lists(extent, rows, gap), torch.full((int(kv_lens.sum()) + 3,), 7).int()
     list_slots(table, torch.from_numpy(lists), out)
@@ -108,8 +110,8 @@ def test_gathered_slots_with_a_gap(seed: int) -> None:
         if not start <= place < start + left_out
     ]
     kv_lens = places - length
-    by_device = gathered(table, rows, kv_lens, Gap(start, length))
-    by_host = attention.gather_slots(table, rows, kv_lens, Gap(start, length))
+    by_device = gathered(table, rows, kv_lens, ContextGap(start, length))
+    by_host = attention.gather_slots(table, rows, kv_lens, ContextGap(start, length))
     assert by_device == by_host.tolist() == right
 
 

@@ -17,15 +17,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaserve.engine import transfer
-from adaserve.engine.clock import HostMark
+from adaserve.engine.beam_levels import Levels
 from adaserve.engine.decode import DecodeLoop
+from adaserve.engine.device_timing import HostMark
 from adaserve.engine.gpu import attention, beam_search, device, forward, model, noise
 from adaserve.engine.gpu.attention import SdpaKernel
 from adaserve.engine.gpu.device import GpuDevice
 from adaserve.engine.gpu.graphs import EagerGraph
 from adaserve.engine.gpu.prompts import PromptForward, ShortPrompts
 from adaserve.engine.gpu.sizes import SearchKey
-from adaserve.engine.levels import Levels
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.transfer import QueuedCopy, StaticArrays
@@ -177,9 +177,9 @@ def test_an_iteration(policy: str, is_early: bool, unread: bool, monkeypatch: py
     assert run.loop._arriving is not None
     drafted = run.loop._arriving.proposal.trees.n_nodes > 0
     assert drafted or policy in ("none", "priced")
-    if policy == "priced" and is_early and drafted != (run.loop._early is not None):
+    if policy == "priced" and is_early and drafted != (run.loop._ahead is not None):
         return  # it has just begun to draft, or ended it
-    assert (run.loop._early is not None) == (is_early and drafted)
+    assert (run.loop._ahead is not None) == (is_early and drafted)
     assert run.loop._arriving.unread == unread
     assert len(read) == 1 + drafted, "the last outcome, and the candidates"
     assert watch.graphs == 1 + drafted, "a draft with all its steps, and a verification"
@@ -198,8 +198,8 @@ def test_marks_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     run.step()
     assert run.loop._arriving is not None
     noted = run.loop._arriving.marks
-    assert not noted.caught_up and noted.resumed is noted.drafted and run.loop._early is not None
-    next_one = run.loop._early.proposed.span
+    assert not noted.caught_up and noted.resumed is noted.drafted and run.loop._ahead is not None
+    next_one = run.loop._ahead.proposed.span
     mine = [noted.start, noted.drafted, noted.accepted]
     assert marks == [*mine, *next_one]
     marks.clear()
@@ -274,30 +274,30 @@ def test_a_request_ends(iterations: int, unheard: bool) -> None:
 
 
 def test_a_new_request_that_nobody_drafts_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang may exchange its slots, so that they are looked at after its first iteration. No early draft may
-    be on its way then, for which that would wait."""
+    """SGLang may exchange its slots, so that they are looked at after its first iteration. No draft ahead of
+    it may be on its way then, for which that would wait."""
     run = Run("adaserve", overlap=True)
     for _ in range(3):
         run.step()
     run.loop.settle()  # as before every prefill
-    assert run.loop._early is not None
+    assert run.loop._ahead is not None
     req, cache, looked = run.reqs[0], run.source.cache, []
     req.sampling_params.max_new_tokens = len(run.got[0]) + 1
     text = [*run.requests.text(0), *run.got[0]][:-1]
     row, inner = req.req_pool_idx, cache._held_lengths
 
     def held_lengths(*args: Any) -> Any:
-        looked.append(run.loop._early)
+        looked.append(run.loop._ahead)
         return inner(*args)
 
     monkeypatch.setattr(cache, "_held_lengths", held_lengths)
     cache.started(row, text, run.requests.req_to_token[row, : len(text)], read=True)
     run.step()
     assert run.loop._arriving is not None and not run.loop._arriving.rows.running.max_depth[0]
-    assert run.loop._early is None and not looked
+    assert run.loop._ahead is None and not looked
     run.step()
     assert looked == [None], "once, before the next draft"
-    assert run.loop._early is not None
+    assert run.loop._ahead is not None
 
 
 MOST_LAUNCHES_OF_A_STEP = 6
@@ -318,7 +318,7 @@ def test_a_draft_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(noise, "best", of_kernels(2, noise.best))
     monkeypatch.setattr(Levels, "grow", of_kernels(1, Levels.grow))
-    monkeypatch.setattr(attention, "change_windows", of_kernels(1, attention.change_windows))
+    monkeypatch.setattr(attention, "change_tree_mask", of_kernels(1, attention.change_tree_mask))
     launched = []
     for depth in (4, 5):
         forward = device_forward(requests, TinyModel(requests.slots), [])

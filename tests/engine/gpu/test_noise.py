@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from adaserve import noise as host
-from adaserve.engine.cpu.gumbel import read
+from adaserve.engine.cpu.noise import transformed
 from adaserve.engine.gpu import noise
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.logits.logit_transform import LogitTransform
 from tests.engine.gpu.scripts import python
 
 ROWS, VOCABULARY = 72, 5000
@@ -59,9 +59,9 @@ def test_reading() -> None:
     logits = torch.randn(ROWS, 131, generator=torch.Generator().manual_seed(0))
     scale, spread = np.linspace(0.5, 2, ROWS, dtype=np.float32), np.zeros(ROWS, np.float32)
     spread[::2] = 0.8
-    right = read(logits, Reading(scale, spread, keys, positions))
+    right = transformed(logits, LogitTransform(scale, spread, keys, positions))
     columns = (torch.from_numpy(c) for c in (scale, spread))
-    got = noise.read(logits.half().float(), *columns, on_device(keys), torch.from_numpy(positions))
+    got = noise.transformed(logits.half().float(), *columns, on_device(keys), torch.from_numpy(positions))
     torch.testing.assert_close(got, right, rtol=1e-3, atol=4e-3)
     assert got.argmax(-1).tolist() == right.argmax(-1).tolist()
 
@@ -69,7 +69,7 @@ def test_reading() -> None:
 def test_a_head_reads_the_noise_of_the_tokens_that_it_knows() -> None:
     keys, positions = (torch.from_numpy(v) for v in (rows()[0].view(np.int64), rows()[1]))
     ones, words = torch.ones(ROWS), torch.tensor([4999, 3, 700])
-    every = noise.read(torch.zeros(ROWS, VOCABULARY), ones, ones, keys, positions)[:, words]
+    every = noise.transformed(torch.zeros(ROWS, VOCABULARY), ones, ones, keys, positions)[:, words]
     logprobs, columns = noise.best(torch.zeros(ROWS, 3), ones, ones, keys, positions, words, 3)
     assert torch.equal(columns, every.argsort(dim=1, descending=True))
     torch.testing.assert_close(logprobs, every.log_softmax(dim=1).gather(1, columns))
@@ -79,7 +79,7 @@ KERNEL = """
 import json, sys
 import numpy as np, torch
 from adaserve.engine.gpu import noise
-from adaserve.engine.gpu.noise_kernel import BLOCK, best_fused, read_fused
+from adaserve.engine.gpu.noise_kernel import BLOCK, best_fused, transform_fused
 from tests.engine.gpu.test_noise import on_device, rows
 keys, positions = rows()
 keys, positions = on_device(keys), torch.from_numpy(positions)
@@ -89,14 +89,14 @@ scale = torch.linspace(0.5, 2, len(keys))
 worst = []
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     logits = torch.randn(len(keys), 1300, generator=torch.Generator().manual_seed(0)).to(dtype)
-    right = noise.read(logits, scale, spread, keys, positions)
-    got = read_fused(logits, scale, spread, keys, positions)
+    right = noise.transformed(logits, scale, spread, keys, positions)
+    got = transform_fused(logits, scale, spread, keys, positions)
     assert got.dtype == torch.float32 and torch.equal(got[1::3], right[1::3]), "there is no noise in these"
     assert torch.equal(got.argmax(-1), right.argmax(-1))
     worst.append(float((got - right).abs().max()))
 none = torch.zeros(len(keys), 1300), scale, torch.ones(len(keys)), keys, positions
 words = torch.randperm(128_000, generator=torch.Generator().manual_seed(1))[:1300]
-worst.append(float((noise.read(*none) - read_fused(*none)).abs().max()))
+worst.append(float((noise.transformed(*none) - transform_fused(*none)).abs().max()))
 for some in (None, words):
     for count in (1, 3, 8):
         few = [values[:9] for values in none]

@@ -8,9 +8,9 @@ import torch
 
 from adaserve.bench.gpu_check.kernels import check_filters, check_noise
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, set_out
+from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInferKernel
-from adaserve.engine.gpu.head_shape import HeadShape
-from adaserve.engine.gpu.layout import Extent, change_windows
+from adaserve.engine.gpu.layout import Extent, change_tree_mask
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
 from adaserve.engine.transfer import put
 from adaserve.engine.trees.attention import Scores
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-HEADS = HeadShape(8, 2, 64, 0.125, torch.float16, torch.float16)
+HEADS = AttentionShape(8, 2, 64, 0.125, torch.float16, torch.float16)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -39,7 +39,7 @@ def test_flashinfer_reads_our_arrays_as_sdpa_does(seed: int) -> None:
     used = int(kv_lens[:-2].sum())
     buffers.kv_indices[:used].copy_(torch.randperm(pool, generator=generator, device=device)[:used])
     ends, there = put({"ends": extent.window_ends, "seen": seen}, device).values()
-    change_windows(buffers.mask, ends[None], there[None], shows=False)
+    change_tree_mask(buffers.mask, ends[None], there[None], shows=False)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     integers = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     kernel, reference = (

@@ -14,7 +14,7 @@ from adaserve.engine import sampling
 from adaserve.engine.device import Device
 from adaserve.engine.logits import portions
 from adaserve.engine.penalties import Penalties
-from adaserve.engine.state import RequestState
+from adaserve.engine.request_state import RequestState
 from adaserve.noise import request_key
 from tests.engine.gpu.factories import VOCABULARY
 from tests.engine.gpu.test_no_waiting import Watch

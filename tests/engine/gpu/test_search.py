@@ -44,8 +44,8 @@ def both(
     for make, model in zip((host_device, graph_device), models, strict=True):
         requests.prefill(model, known)
         source = requests.source(make(requests, model, model), lag, NOISY, max_nodes)
-        drafting = source.propose(plan, requests.rows(running), None)
-        found.append(None if drafting is None else drafting.read())
+        pending = source.propose(plan, requests.rows(running), None)
+        found.append(None if pending is None else pending.read())
     return found[0], found[1], models[1]
 
 
@@ -95,11 +95,11 @@ def test_same_trees_where_the_target_drafts_for_itself(
         requests.prefill(model)
         before = [x.clone() for x in (*model.k, *model.v)]
         device = make(requests, model, drafts_itself=True)
-        assert device.itself is not None and list(device.drafters) == [device.itself]
-        source = StatelessSource(device.itself, NOISY, 48, ANY_DEPTH)
-        drafting = source.propose(plan, requests.rows(plan.running), None)
-        assert drafting is not None
-        found.append(drafting.read())
+        assert device.self_drafter is not None and list(device.drafters) == [device.self_drafter]
+        source = StatelessSource(device.self_drafter, NOISY, 48, ANY_DEPTH)
+        pending = source.propose(plan, requests.rows(plan.running), None)
+        assert pending is not None
+        found.append(pending.read())
         for row, length in zip(requests.pool_rows, requests.lengths, strict=True):
             slots = requests.req_to_token[row, :length].long()
             assert all(
@@ -117,9 +117,9 @@ def test_contexts_are_read_in_part_and_whole_by_turns() -> None:
         window = None if recent is None else np.array(recent)
         draft = Draft(4, 3, window=window, sinks=2)
         plan = dataclasses.replace(iteration_plan(running, 4, 3), draft=draft)
-        drafting = requests.source(device, [0, 0, 0]).propose(plan, requests.rows(running), None)
-        assert drafting is not None
-        found.append(drafting.read().trees.logprob.tolist())
+        pending = requests.source(device, [0, 0, 0]).propose(plan, requests.rows(running), None)
+        assert pending is not None
+        found.append(pending.read().trees.logprob.tolist())
     assert found[0] == found[2] != found[1] and len(device.drafts[0].table) == 1
 
 
@@ -140,11 +140,11 @@ def test_no_noise_where_the_target_draws_by_another() -> None:
         source = requests.source(graph_device(requests, model, model), [0, 0, 0], NOISY)
         other = [dataclasses.replace(s, key=s.key + 1) for s in rows.states]
         for states in (rows.states, other):
-            drafting = source.propose(
+            pending = source.propose(
                 iteration_plan(running, 3, 2), dataclasses.replace(rows, states=states), None
             )
-            assert drafting is not None
-            tokens.append(drafting.read().trees.token.tolist())
+            assert pending is not None
+            tokens.append(pending.read().trees.token.tolist())
     assert tokens[0] != tokens[1] and tokens[2] == tokens[3]
 
 
@@ -157,9 +157,9 @@ def test_greedy_beside_sampled() -> None:
     drafts = []
     for hot in (0.0, 0.8):
         running = dataclasses.replace(requests.running(), temperature=np.array([0.0, hot, 0.0]))
-        drafting = source.propose(iteration_plan(running, 3, 2), requests.rows(running), None)
-        assert drafting is not None
-        drafts.append(drafting.read().trees.token.reshape(3, -1))
+        pending = source.propose(iteration_plan(running, 3, 2), requests.rows(running), None)
+        assert pending is not None
+        drafts.append(pending.read().trees.token.reshape(3, -1))
     one, two = drafts
     assert np.array_equal(one[[0, 2]], two[[0, 2]]) and not np.array_equal(one[1], two[1])
 
@@ -173,9 +173,9 @@ def test_candidates_lie_outside_of_graphs() -> None:
     source = requests.source(graph_device(requests, model, model), [0, 0, 0])
     running = requests.running()
     for depth in (3, 2, 3):
-        drafting = source.propose(iteration_plan(running, depth, 2), requests.rows(running), None)
-        assert drafting is not None and drafting.unread is not None
-        places.append(drafting.unread().found)
+        pending = source.propose(iteration_plan(running, depth, 2), requests.rows(running), None)
+        assert pending is not None and pending.unread is not None
+        places.append(pending.unread().found)
     assert places[0].data_ptr() == places[2].data_ptr() != places[1].data_ptr()
 
 

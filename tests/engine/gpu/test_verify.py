@@ -41,9 +41,9 @@ class Case:
         self.rows = requests.rows(running)
         for device in (self.host, self.device):  # both write the window
             source = requests.source(device, [0] * len(lengths))
-            drafting = source.propose(iteration_plan(running, 4, 3), self.rows, None)
-            assert drafting is not None
-            proposal = drafting.read()
+            pending = source.propose(iteration_plan(running, 4, 3), self.rows, None)
+            assert pending is not None
+            proposal = pending.read()
         self.verified = verify.build(self.rows, proposal, random_selection(proposal.trees, rng, share))
         self.draws = self._draws(rng)
 

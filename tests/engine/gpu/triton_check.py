@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, set_out
-from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.kernel_choice import own_kernel
 from adaserve.engine.gpu.layout import Extent, seen_by
 from adaserve.engine.trees.attention import Scores
@@ -38,7 +38,7 @@ def compare(
     # As if each token were one of the last eight of its text; padding's may be any.
     positions = np.repeat(extent.kv_lens, extent.q_lens) - 1 - np.arange(len(q)) % 8
     positions = torch.from_numpy(positions.clip(0)).to(device)
-    heads = HeadShape(4, 2, 32, 0.3, dtype, dtype)
+    heads = AttentionShape(4, 2, 32, 0.3, dtype, dtype)
     kernel = own_kernel(heads, device)(buffers, len(extent.q_lens), 0)
     reference = SdpaKernel(buffers)
     set_out(kernel, extent, device)
@@ -70,7 +70,7 @@ def prompts(columns: int = 96) -> float:
     q = torch.randn(tokens, 4, 32, generator=generator)
     buffers = AttentionBuffers.allocate(pool, int(extent.byte_starts[-1]), CPU)
     buffers.kv_indices.copy_(torch.randperm(pool, generator=generator))
-    outputs, heads = [], HeadShape(4, 2, 32, 0.3, torch.float32, torch.float32)
+    outputs, heads = [], AttentionShape(4, 2, 32, 0.3, torch.float32, torch.float32)
     for kernel in (own_kernel(heads, CPU)(buffers, len(q_lens), 0), SdpaKernel(buffers)):
         set_out(kernel, extent, CPU)
         with kernel.hiding(torch.from_numpy(extent.window_ends)[None], torch.from_numpy(seen)[None]):
@@ -80,7 +80,7 @@ def prompts(columns: int = 96) -> float:
 
 def hidden(number: float) -> torch.Tensor:
     """What two tokens say whose window ends in a slot that neither sees, and that holds ``number``."""
-    heads = HeadShape(4, 2, 32, 0.3, torch.float32, torch.float32)
+    heads = AttentionShape(4, 2, 32, 0.3, torch.float32, torch.float32)
     extent = Extent(np.array([2]), np.array([8]))
     generator, buffers = torch.Generator().manual_seed(0), AttentionBuffers.allocate(8, 2, CPU)
     q, keys, values = (torch.randn(n, h, 32, generator=generator) for n, h in ((2, 4), (8, 2), (8, 2)))
@@ -94,7 +94,7 @@ def hidden(number: float) -> torch.Tensor:
 
 def mixed(kind: torch.dtype, kept: torch.dtype) -> float:
     """The largest difference where a model of one ``kind`` has a pool that is ``kept`` in another."""
-    extent, heads = Extent(np.array([2]), np.array([8])), HeadShape(4, 2, 32, 0.3, kind, kept)
+    extent, heads = Extent(np.array([2]), np.array([8])), AttentionShape(4, 2, 32, 0.3, kind, kept)
     generator, buffers = torch.Generator().manual_seed(0), AttentionBuffers.allocate(8, 2, CPU)
     q, keys, values = (torch.randn(n, h, 32, generator=generator) for n, h in ((2, 4), (8, 2), (8, 2)))
     buffers.kv_indices.copy_(torch.arange(8))
@@ -116,7 +116,7 @@ def far_slots() -> float:
     q = torch.randn(1, 2, dim, generator=generator).half()
     extent, buffers = Extent(np.ones(1, np.int64), np.full(1, 3)), AttentionBuffers.allocate(3, 1, CPU)
     buffers.kv_indices.copy_(torch.tensor([2, 0, 1]))
-    outputs, heads = [], HeadShape(2, 1, dim, 0.3, torch.float16, torch.float16)
+    outputs, heads = [], AttentionShape(2, 1, dim, 0.3, torch.float16, torch.float16)
     for kernel in (own_kernel(heads, CPU)(buffers, 1, 0), SdpaKernel(buffers)):
         set_out(kernel, extent, CPU)
         outputs.append(kernel.run(q, pool, pool, PLAIN))

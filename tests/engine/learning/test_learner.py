@@ -16,7 +16,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.learning.learner import Learner, _Offer, is_tight, require_learnable
-from adaserve.engine.state import RequestState
+from adaserve.engine.request_state import RequestState
 from adaserve.errors import UnsupportedError
 from adaserve.learning.draft import to_bytes
 from adaserve.learning.messages import Answer, Candidate, Progress

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adaserve.engine.learning.tap import LEAST_POSITIONS, MOST_OPEN, MOST_STATE, Tap
-from adaserve.engine.state import DecodeRows, RequestState
+from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.transfer import QueuedCopy, put
 from adaserve.engine.trees import verify
 from adaserve.learning import draft_reading

@@ -345,18 +345,18 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any, layers: int | None = N
     import torch
 
     from adaserve.engine.cpu import Inputs
-    from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
+    from adaserve.engine.cpu.install import LLAMA_ATTRIBUTE
     from adaserve.engine.trees.attention import causal_plan
 
-    lean = getattr(worker.model_runner.model, LEAN_ATTRIBUTE)
+    llama = getattr(worker.model_runner.model, LLAMA_ATTRIBUTE)
     pool = worker.model_runner.token_to_kv_pool
     n = len(tokens)
     every = torch.arange(n)
     scratch = [[torch.zeros(n, *b.shape[1:], dtype=b.dtype) for b in pool.k_buffer] for _ in range(2)]
     lengths = np.array([n])
-    with recorded(lean):
+    with recorded(llama):
         plan = causal_plan(every, lengths, lengths)
-        lean.forward(Inputs(torch.tensor(tokens), every, every, plan), *scratch)
+        llama.forward(Inputs(torch.tensor(tokens), every, every, plan), *scratch)
     return differences(scratch, pool, slots, layers)
 
 
@@ -371,14 +371,14 @@ def differences(scratch: Any, pool: Any, slots: Any, layers: int | None = None) 
 
 
 @contextmanager
-def recorded(lean: Any) -> Iterator[list[Any]]:
+def recorded(llama: Any) -> Iterator[list[Any]]:
     """Forwards of a target inside give their hidden states to a list and to no head: what goes into the
     layers that a head reads, [T, layers, H], and what comes out of the final norm, [T, H]."""
-    sink, states = lean.sink, []
+    sink, states = llama.sink, []
     if sink is not None:
-        lean.sink = SimpleNamespace(layers=sink.layers, write=lambda _, *given: states.append(given))
+        llama.sink = SimpleNamespace(layers=sink.layers, write=lambda _, *given: states.append(given))
     yield states
-    lean.sink = sink
+    llama.sink = sink
 
 
 def hidden_of(target_worker: Any, tokens: Any) -> Any:
@@ -386,16 +386,16 @@ def hidden_of(target_worker: Any, tokens: Any) -> Any:
     import torch
 
     from adaserve.engine.cpu import Inputs
-    from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
+    from adaserve.engine.cpu.install import LLAMA_ATTRIBUTE
     from adaserve.engine.trees.attention import causal_plan
 
     runner = target_worker.model_runner
-    lean, buffers = getattr(runner.model, LEAN_ATTRIBUTE), runner.token_to_kv_pool.k_buffer
+    llama, buffers = getattr(runner.model, LLAMA_ATTRIBUTE), runner.token_to_kv_pool.k_buffer
     every, lengths = torch.arange(len(tokens)), np.array([len(tokens)])
     scratch = [[torch.zeros(len(tokens), *b.shape[1:], dtype=b.dtype) for b in buffers] for _ in range(2)]
-    with recorded(lean) as states:
+    with recorded(llama) as states:
         plan = causal_plan(every, lengths, lengths)
-        lean.forward(Inputs(torch.as_tensor(tokens), every, every, plan), *scratch)
+        llama.forward(Inputs(torch.as_tensor(tokens), every, every, plan), *scratch)
     return states[0]
 
 

@@ -12,8 +12,8 @@ import pytest
 import transformers
 
 from adaserve.engine.grammar import Grammars
+from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.sources.forced import FORCED, START, ForcedSource, spelling_of
-from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.patches.scheduler import grammar_time
 from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.pairs import VOCAB, save_tokenizer

@@ -76,8 +76,8 @@ class Case:
 
     def propose(self, may: list[bool]) -> Proposal:
         self.rows = replace(self.rows, running=factories.running(2, [DEPTH * m for m in may]))
-        drafting = self.source.propose(iteration_plan(2, DEPTH, WIDTH), self.rows, None)
-        return Proposal.nothing(2) if drafting is None else drafting.read()
+        pending = self.source.propose(iteration_plan(2, DEPTH, WIDTH), self.rows, None)
+        return Proposal.nothing(2) if pending is None else pending.read()
 
     def check(self, proposal: Proposal) -> None:
         trees = proposal.trees
@@ -175,9 +175,9 @@ def test_a_head_reads_more_recent_tokens_in_place_of_sinks(kind: str) -> None:
     for r, prompt in enumerate(PROMPTS):
         case.prefill(r, prompt, [])
     plan = replace(iteration_plan(2, DEPTH, WIDTH), draft=Draft(DEPTH, WIDTH, window=window, sinks=sinks))
-    drafting = case.source.propose(plan, case.rows, None)
-    assert drafting is not None
-    trees = drafting.read().trees
+    pending = case.source.propose(plan, case.rows, None)
+    assert pending is not None
+    trees = pending.read().trees
     for r, left_out in enumerate((1, len(PROMPTS[1]) - 4 - sinks)):
         nodes, text = slice(*trees.row_start[r : r + 2]), case.text(r)
         check_levels(head, text, trees.token[nodes], trees.logprob[nodes], WIDTH, 1, 0.0, left_out)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 
+from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.sources.match_rates import KINDS, OTHER, PER_KIND, START, MatchRates
 from adaserve.engine.sources.rates import LEAST
 from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
 from adaserve.engine.sources.text_index import BYTES_PER_TOKEN
-from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.noise import gumbel, quantile
 from tests.engine.trees.factories import paths, running

@@ -13,12 +13,12 @@ import torch
 from adaserve.engine.cpu import Inputs
 from adaserve.engine.cpu.device import CpuDevice
 from adaserve.engine.cpu.forwards import CpuForward
-from adaserve.engine.cpu.gumbel import read
-from adaserve.engine.logits.logit_reading import Reading
+from adaserve.engine.cpu.noise import transformed
+from adaserve.engine.logits.logit_transform import LogitTransform
+from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.source import KeepDrafting
-from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan, RunningBatch, Selection
 from adaserve.sharpening import DraftSharpening
@@ -88,9 +88,9 @@ class FakeModel:
         return hidden.argmax(-1)
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, reading: Reading, width: int
+        self, hidden: torch.Tensor, transform: LogitTransform, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        best = torch.log_softmax(read(hidden, reading), -1).topk(width)
+        best = torch.log_softmax(transformed(hidden, transform), -1).topk(width)
         return best.values, best.indices
 
 
@@ -130,9 +130,9 @@ class Drafted:
             running=replace(self.rows.running, context_tokens=self.rows.seq_lens),
             draft=Draft(depth, width, branching, window=window, sinks=2),
         )
-        drafting = self.source.propose(plan, self.rows, keep)
-        self.caught_up = drafting is not None and drafting.caught_up is not None
-        return None if drafting is None else drafting.read()
+        pending = self.source.propose(plan, self.rows, keep)
+        self.caught_up = pending is not None and pending.caught_up is not None
+        return None if pending is None else pending.read()
 
 
 def drafted(rows: DecodeRows, depth: int, width: int, branching: tuple[int, ...] | None = None) -> Proposal:

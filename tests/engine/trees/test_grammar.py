@@ -16,9 +16,9 @@ import transformers
 
 from adaserve.engine import transfer
 from adaserve.engine.grammar import Grammars, _apply
-from adaserve.engine.matchers import GrowingTree, can_walk, forced, is_live, walk, with_say
+from adaserve.engine.matchers import GrowingTree, active_grammar, can_roll_back, fill_masks, forced, is_live
+from adaserve.engine.request_state import RequestState, deepest_allowed
 from adaserve.engine.sources.forced import spelling_of
-from adaserve.engine.state import RequestState, deepest_allowed
 from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.pairs import VOCAB, save_tokenizer
 
@@ -221,7 +221,7 @@ def test_a_search_fills_the_mask_of_each_node_once(
 ) -> None:
     rng = np.random.default_rng(seed)
     text = walked(backend, kind, rng, 2 * seed)
-    matcher = with_say(replayed(backend, kind, text))
+    matcher = active_grammar(replayed(backend, kind, text))
     tree, before, filled = GrowingTree(matcher), allowed_by(matcher), 0
     fill = matcher.fill_vocab_mask
 
@@ -233,7 +233,7 @@ def test_a_search_fills_the_mask_of_each_node_once(
     nodes = random_tree(backend, kind, text, rng, 14)
     tokens, parents = (np.array([node[k] for node in nodes], np.int64) for k in (1, 0))
     masks = matcher.allocate_vocab_mask(VOCAB, 1 + len(nodes), "cpu")
-    possible = np.append(True, walk(matcher, tokens, parents, masks))
+    possible = np.append(True, fill_masks(matcher, tokens, parents, masks))
     depths = np.array([0, *(len(path) for *_, path in nodes)])
     monkeypatch.setattr(matcher, "fill_vocab_mask", counted)
     for depth in range(depths[-1] + 1):
@@ -263,7 +263,7 @@ def test_behind_its_reasoning_a_grammar_is_walked_in_one_call(
     monkeypatch.setattr(XGrammarGrammar, "rollback", None)
     tokens = np.array([tokenizer.encode(letter)[0] for letter in "abd"])
     masks = grammar.allocate_vocab_mask(VOCAB, 4, "cpu")
-    possible = walk(grammar, tokens, np.array([-1, 0, 0]), masks)
+    possible = fill_masks(grammar, tokens, np.array([-1, 0, 0]), masks)
     assert possible.tolist() == [True, True, False]
 
 
@@ -364,5 +364,5 @@ def test_a_matcher_that_cannot_step_back_drafts_nothing() -> None:
         pass
 
     state = RequestState("r", "chat", 1.0, 0.0, generated=[1])
-    assert not can_walk(Forward())
+    assert not can_roll_back(Forward())
     assert deepest_allowed(request(Forward()), state) == 0

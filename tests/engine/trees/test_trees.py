@@ -392,6 +392,6 @@ def test_roots_only() -> None:
     assert built.tokens.tolist() == [1, 2] and built.positions.tolist() == [5, 9] and built.batch.seen is None
     assert built.batch.kv_lens.tolist() == [6, 10], "a root would see what is in its empty window"
     tensors, draws = tensors_of(built.arrays()), torch.tensor([4, 4])
-    for got in (verify.accept(tensors, draws, 2, 0, 3), verify.walk(tensors, draws, 2, 3)):
+    for got in (verify.accept(tensors, draws, 2, 0, 3), verify.accept_paths(tensors, draws, 2, 3)):
         assert got.count.tolist() == [0, 0] and got.emitted.tolist() == [[4, 0, 0], [4, 0, 0]]
         assert got.accepted.all() and got.bonus.tolist() == [4, 4]

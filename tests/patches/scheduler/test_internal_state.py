@@ -18,8 +18,8 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.admission.prefill import PrefillPacer
 from adaserve.engine.policies import ServedPolicies
 from adaserve.patches.scheduler.internal_state import _change, _told
-from adaserve.scheduler.costs import LearnedCosts
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.costs.learned import LearnedCosts
 from tests.engine.ranks import ALONE
 
 LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001)

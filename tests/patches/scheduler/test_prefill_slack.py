@@ -17,11 +17,12 @@ from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoad
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.admission.prefill import PrefillPacer
-from adaserve.engine.agree import Agreement
-from adaserve.engine.state import RequestState, running_batch
+from adaserve.engine.rank_sync import Agreement
+from adaserve.engine.request_state import RequestState, running_batch
 from adaserve.patches.scheduler import prefill_slack
 from adaserve.patches.scheduler.served_worker import Load
-from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import (
     CandidateTrees,
     Draft,
@@ -30,7 +31,6 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
-from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.slo.classes import ANONYMOUS, SLO
 from adaserve.slo.lengths import OutputLengths
 from tests.engine.ranks import ALONE, Group

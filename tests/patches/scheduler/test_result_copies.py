@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.managers.scheduler import Scheduler
 
-from adaserve.engine.clock import HostMark
+from adaserve.engine.device_timing import HostMark
 from adaserve.patches.scheduler import result_copies
 
 

@@ -15,7 +15,7 @@ typedef struct {
     const int64_t *base;                /* [rows]: cached tokens, the root's position */
     const int32_t *kv_indptr, *kv_indices; /* per row the prefix, then the window */
     const int32_t *columns;             /* [width * depth]: window column of each node */
-    const float *scale, *spread;        /* [rows]: of the rows' readings */
+    const float *scale, *spread;        /* [rows]: of the rows' transforms */
     const uint64_t *keys;               /* [rows] */
     int64_t *tokens, *parents;          /* out: [rows, width * depth]; parents within the row, -1 is the root */
     double *logprobs;                   /* out: of paths */
@@ -157,8 +157,8 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
         b.spread[i] = s->spread[i / w];
         b.keys[i] = s->keys[i / w];
     }
-    const reading roots = {s->scale, s->spread, s->keys, s->base};
-    const reading beams = {b.scale, b.spread, b.keys, b.positions};
+    const transform roots = {s->scale, s->spread, s->keys, s->base};
+    const transform beams = {b.scale, b.spread, b.keys, b.positions};
     if (top_logprobs(m, b.hidden, s->rows, 1, &roots, w, b.logprobs, b.best, threads)) return NO_MEMORY;
     first_level(s, &b);
     level.tokens = s->rows * w;

@@ -56,7 +56,7 @@ typedef struct {
     int alike;       /* neighbours with one key and position, whose noise is the same; divides `rows` */
     float *normed;   /* room for them where the model hands out `raw_states`; NULL otherwise */
     float *logits, *logprobs;
-    const reading *read;
+    const transform *how;
     int64_t *tokens;
 } head_pass;
 
@@ -83,8 +83,8 @@ static void read_logits(void *data, int item) {
     const head_pass *p = data;
     const int vocab = p->m->lm_head.columns, begin = item * p->alike;
     float *logits = p->logits + (size_t)begin * vocab;
-    if (p->read->spread[begin] != 0.0f) read_rows(logits, p->alike, vocab, p->m->shape.token_ids, p->read, begin);
-    else for (int i = 0; i < p->alike; i++) scale_row(logits + (size_t)i * vocab, vocab, p->read->scale[begin + i]);
+    if (p->how->spread[begin] != 0.0f) transform_rows(logits, p->alike, vocab, p->m->shape.token_ids, p->how, begin);
+    else for (int i = 0; i < p->alike; i++) scale_row(logits + (size_t)i * vocab, vocab, p->how->scale[begin + i]);
     for (int i = begin; i < begin + p->alike; i++, logits += vocab) {
         int64_t *tokens = p->tokens + (size_t)i * p->width;
         row_top_logprobs(logits, vocab, p->width, p->logprobs + (size_t)i * p->width, tokens);
@@ -123,15 +123,15 @@ EXPORT int ada_argmax(model *m, const float *hidden, int rows, int64_t *tokens, 
     return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = -1, .tokens = tokens}, threads);
 }
 
-static int top_logprobs(model *m, const float *hidden, int rows, int alike, const reading *read, int width,
+static int top_logprobs(model *m, const float *hidden, int rows, int alike, const transform *how, int width,
                         float *logprobs, int64_t *tokens, int threads) {
-    return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = width, .alike = alike, .read = read,
+    return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = width, .alike = alike, .how = how,
                                 .logprobs = logprobs, .tokens = tokens}, threads);
 }
 
-EXPORT int ada_top_logprobs(model *m, const float *hidden, int rows, const reading *read, int width, float *logprobs,
+EXPORT int ada_top_logprobs(model *m, const float *hidden, int rows, const transform *how, int width, float *logprobs,
                             int64_t *tokens, int threads) {
-    return top_logprobs(m, hidden, rows, 1, read, width, logprobs, tokens, threads);
+    return top_logprobs(m, hidden, rows, 1, how, width, logprobs, tokens, threads);
 }
 
 typedef struct {
@@ -158,18 +158,18 @@ static void each_row(int rows, int vocab, void (*one)(void *data, int i), void *
 typedef struct {
     const float *logits;
     int vocab;
-    const reading *read;
+    const transform *how;
     int64_t *tokens;
 } draw_pass;
 
 static void draw_one(void *data, int i) {
     const draw_pass *p = data;
-    p->tokens[i] = row_draw(p->logits + (size_t)i * p->vocab, p->vocab, p->read, i);
+    p->tokens[i] = row_draw(p->logits + (size_t)i * p->vocab, p->vocab, p->how, i);
 }
 
-/* The best token of every row as `read`: a draw of softmax(scale * logits) where spread is 1. */
-EXPORT void ada_draw(const float *logits, int rows, int vocab, const reading *read, int64_t *tokens, int threads) {
-    draw_pass p = {logits, vocab, read, tokens};
+/* The best token of every row as `how` says: a draw of softmax(scale * logits) where spread is 1. */
+EXPORT void ada_draw(const float *logits, int rows, int vocab, const transform *how, int64_t *tokens, int threads) {
+    draw_pass p = {logits, vocab, how, tokens};
     each_row(rows, vocab, draw_one, &p, threads);
 }
 

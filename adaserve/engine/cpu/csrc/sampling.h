@@ -5,12 +5,12 @@
 #include "gemm.h"
 
 /* How rows of logits are read: scale * logits + spread * noise, the noise Gumbel, a function of (key, position,
- * token) alone. Mirrored by a ctypes structure in gumbel.py. */
+ * token) alone. Mirrored by a ctypes structure in noise.py. */
 typedef struct {
     const float *scale, *spread;
     const uint64_t *keys;
     const int64_t *positions;
-} reading;
+} transform;
 
 static inline uint64_t mix64(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -40,7 +40,7 @@ typedef struct {
     uint32_t high;
 } noise;
 
-static ALWAYS_INLINE noise row_noise(const reading *r, int i) {
+static ALWAYS_INLINE noise row_noise(const transform *r, int i) {
     const uint64_t seed = mix64(r->keys[i] ^ mix64((uint64_t)r->positions[i] + 0x9e3779b97f4a7c15u));
     noise own = {.token = {0}, .high = (uint32_t)(seed >> 32)};
     for (int j = 0; j < VL; j++) own.token[j] = (uint32_t)seed + j;
@@ -65,7 +65,7 @@ static ALWAYS_INLINE vu tokens_at(const int64_t *ids, int at, int n) {
 
 /* logits <- scale * logits + spread * noise, of the `rows` rows from `i` on, whose keys and positions are those of
  * the first: so is their noise. `ids`: the logits' tokens, NULL where they are all. */
-static void read_rows(float *logits, int rows, int n, const int64_t *ids, const reading *r, int i) {
+static void transform_rows(float *logits, int rows, int n, const int64_t *ids, const transform *r, int i) {
     const noise start = row_noise(r, i);
     for (int at = 0; at < n; at += VL) {
         const vf shift = noise_of(start.token[0] + tokens_at(ids, at, n), start.high);
@@ -104,7 +104,7 @@ static int row_argmax(const float *logits, int n) {
 }
 
 /* The first of the largest of row `i` as read; `logits` stay as they are. */
-static int row_draw(const float *logits, int n, const reading *r, int i) {
+static int row_draw(const float *logits, int n, const transform *r, int i) {
     const float scale = r->scale[i], spread = r->spread[i];
     if (spread == 0.0f) return row_argmax(logits, n);
     noise own = row_noise(r, i);

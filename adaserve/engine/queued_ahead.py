@@ -1,0 +1,54 @@
+"""What is queued behind a verification whose outcome the host does not know yet.
+
+Otherwise the device would wait until the host knows the outcome and has planned. Usually the next iteration's
+draft is queued. Requests may come and go meanwhile, so that iteration uses the part of the draft that is for
+its own requests. If there is nothing to draft, the next verification is queued instead: after a verification
+of only roots, each request has exactly one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adaserve.engine.device import Mark, Run
+from adaserve.engine.request_state import RequestState
+from adaserve.engine.sources.source import PendingProposal, ProposalAhead
+from adaserve.scheduler.interface import Draft
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAhead:
+    """The next iteration's draft, queued behind the verification of the requests ``known``."""
+
+    proposed: ProposalAhead
+    known: Sequence[RequestState]
+    behind: Mark  # the end of that iteration
+    runs: list[list[Run]]  # the draft's forwards
+
+    @property
+    def queued_s(self) -> float:
+        """From the end of that iteration to the draft's."""
+        return self.behind.seconds_until(self.proposed.span[1])
+
+    def take(self, states: Sequence[RequestState]) -> TakenDraft | None:
+        """The part for the iteration of ``states``; None if that part has fewer requests than have joined
+        since, which would have to do without a draft."""
+        rows, mine = self.proposed.among(states)
+        known = set(map(id, self.known))
+        joined = sum(id(state) not in known for state in states)
+        if len(rows) < max(1, joined):
+            return None
+        n = len(states)
+        draft, pending = self.proposed.for_rows(rows, mine, n), self.proposed.take(rows, mine, n)
+        return TakenDraft(draft, pending, self.proposed.span, self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class TakenDraft:
+    """Such a draft as that of an iteration which has begun."""
+
+    draft: Draft  # for its requests, which its plan takes as it is
+    pending: PendingProposal
+    span: Run  # from the draft's start to its end in the device's queue
+    runs: list[list[Run]]
