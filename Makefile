@@ -34,7 +34,7 @@ test-all: env ## Run all tests, slow ones included
 check: env ## Formatter, linter, type checker, import rules
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(BIN)/python scripts/tree.py $(TREE)
+	@$(BIN)/python scripts/link_packages.py $(TREE)
 	@cd $(TREE) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" -p adaserve
 	@cd $(TREE) && "$(CURDIR)/$(BIN)/lint-imports" --no-cache --config "$(CURDIR)/pyproject.toml"
 

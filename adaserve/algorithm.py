@@ -12,14 +12,14 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from adaserve.checkpoints.draft_kind import kind_at
 from adaserve.config import GPU_WIDTH, MOST_RUNNING, AdaServeConfig, settle_classes
 from adaserve.host.device import ATTENTION_BACKEND, on_device
-from adaserve.identity import NAME, ensure_registered
 from adaserve.patches import require_applied
 from adaserve.refusals import refuse_unsupported
+from adaserve.sglang_compat import NAME, ensure_registered
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-    from adaserve.patches.scheduler.served_worker import ServedWorker
+    from adaserve.patches.scheduler.worker_interface import WorkerInterface
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def register() -> None:
             choices.append(ATTENTION_BACKEND)
 
     @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=AdaServeAlgorithm)
-    def _worker(server_args: ServerArgs) -> type[ServedWorker]:
+    def _worker(server_args: ServerArgs) -> type[WorkerInterface]:
         from adaserve.engine import worker
 
         return worker.AdaServeWorker

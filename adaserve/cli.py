@@ -30,7 +30,6 @@ from adaserve.fleet.cli import app as fleet
 from adaserve.host.cache import lead_libraries
 from adaserve.host.cores import short_spins
 from adaserve.host.lifetime import die_with_parent
-from adaserve.learning.cli import app as draft
 from adaserve.loadgen import cli as loadgen
 from adaserve.options import (
     Budget,
@@ -55,6 +54,7 @@ from adaserve.options import (
 )
 from adaserve.pair.cli import app as pair
 from adaserve.terminal import say
+from adaserve.trainer.cli import app as draft
 
 app = typer.Typer(
     name="adaserve",

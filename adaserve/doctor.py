@@ -26,7 +26,7 @@ from adaserve.host.cores import usable_cores, usable_memory
 from adaserve.host.description import cpu_name, version_of
 from adaserve.host.device import select
 from adaserve.host.ports import why_not_free
-from adaserve.identity import SGLANG_VERSION
+from adaserve.sglang_compat import SGLANG_VERSION
 
 State = Literal["ok", "note", "missing"]
 

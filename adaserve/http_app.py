@@ -12,8 +12,8 @@ load_plugins()
 
 from sglang.srt.entrypoints.http_server import app  # noqa: E402 - hooks must be in place first
 
-from adaserve.patches.start import http_parts  # noqa: E402
+from adaserve.patches.start import http_app_setup  # noqa: E402
 
-http_parts.complete(app)
+http_app_setup.complete(app)
 
 __all__ = ["app"]

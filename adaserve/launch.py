@@ -12,38 +12,13 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
 import sys
 from traceback import walk_tb
-from types import FrameType
-from typing import NoReturn
+
+from adaserve.host.signals import stop_cleanly
 
 SETTINGS = "sglang.srt.arg_groups."
 """SGLang's modules that look at settings before it starts anything."""
-
-
-def stop(number: int) -> NoReturn:
-    """Ends this process and what it started, as that signal does: with one line and exit code 130 or 143."""
-    from adaserve.host.processes import end_children
-
-    end_children(os.getpid())
-    print(f"adaserve: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
-    os._exit(128 + number)
-
-
-def stop_cleanly() -> None:
-    """Makes SIGINT and SIGTERM end this process and what it started at once. SGLang and uvicorn put handlers
-    of their own in the place of these when they serve."""
-    own = os.getpid()
-
-    def heed(number: int, _: FrameType | None) -> None:
-        if os.getpid() == own:
-            stop(number)
-        signal.signal(number, signal.SIG_DFL)  # forked from this process: nobody's to stop but itself
-        os.kill(os.getpid(), number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, heed)
 
 
 def is_of_settings(error: Exception) -> bool:
@@ -57,7 +32,7 @@ if __name__ == "__main__":
     from adaserve.errors import UserError
     from adaserve.host.lifetime import die_with_parent
     from adaserve.host.processes import end_children, remove_leftovers, require_room
-    from adaserve.identity import require_sglang
+    from adaserve.sglang_compat import require_sglang
 
     die_with_parent()  # our plugin does it, too, but SGLang is imported first
     remove_leftovers()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from adaserve.host.lifetime import die_with_parent, heed_where_signal
-from adaserve.identity import registration, require_sglang
+from adaserve.host.lifetime import die_with_parent
+from adaserve.host.signals import dump_stacks_on_signal
+from adaserve.sglang_compat import registration, require_sglang
 
 
 def register() -> None:
@@ -12,7 +13,7 @@ def register() -> None:
     A failure is kept, and raised when a server that asked for ADASERVE starts (``ensure_registered``).
     """
     die_with_parent()
-    heed_where_signal()
+    dump_stacks_on_signal()
     try:
         require_sglang()
         from adaserve import algorithm

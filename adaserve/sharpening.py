@@ -52,12 +52,16 @@ class DraftSharpening:
         """What to divide the draft's logits by for requests of these sampling temperatures (0 is greedy)."""
         return np.interp(np.asarray(temperature, dtype=np.float64), self.temperatures, self.taus)
 
-    def alone(self, temperature: npt.ArrayLike) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """`reading` where the target's draws don't come from noise that is shared."""
+    def without_shared_noise(
+        self, temperature: npt.ArrayLike
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """`with_shared_noise` where the target's draws don't come from noise that is shared."""
         scale = 1.0 / self.tau(temperature)
         return scale, np.zeros_like(scale)
 
-    def reading(self, temperature: npt.ArrayLike) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def with_shared_noise(
+        self, temperature: npt.ArrayLike
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Scale of the draft's logits, and of the noise shared with the target: 0 for greedy requests."""
         t = np.asarray(temperature, dtype=np.float64)
         temperatures, taus, noise = self.shared

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from adaserve.loadgen.checks import Rate, Setting, must
 from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.setting_types import Rate, Setting, must
 
 MAX_REQUESTS = 5_000_000
 """A schedule is built in memory before anything is sent."""

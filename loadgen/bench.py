@@ -41,7 +41,8 @@ from adaserve.loadgen.results import (
     write_summary,
 )
 from adaserve.loadgen.schedule import Schedule, build_schedule, plan_figures
-from adaserve.slo.metrics import INTERRUPTED, percent
+from adaserve.slo.run_summary import percent
+from adaserve.slo.validity import INTERRUPTED
 
 _FILE = Path(__file__).with_name("locustfile.py")
 _LOCUST = (sys.executable, "-m", "adaserve.host.lifetime", "locust", "-f", str(_FILE))

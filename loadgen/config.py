@@ -14,8 +14,8 @@ from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 from adaserve.checked import shown
 from adaserve.host.files import why_unreadable
 from adaserve.loadgen.arrivals import Arrivals
-from adaserve.loadgen.checks import Amount, Count, Flag, Positive, Setting, Share, Text, Whole, must
 from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.setting_types import Amount, Count, Flag, Positive, Setting, Share, Text, Whole, must
 from adaserve.slo.classes import (
     PAPER_MIX,
     TPOT_RANGE_MS,

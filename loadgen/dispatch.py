@@ -17,16 +17,13 @@ from gevent.pool import Group
 from adaserve.loadgen.recorder import LogHistogram
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.loadgen.stream import Target, never_sent, send
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.run_summary import RequestRecord
 
 CONNECT_S = 0.0873
 """A connection is opened this long before its request is due. At the round rates that people ask for, no
 other request is sent at that moment.
 """
 BEAT_S = 0.02
-MAX_READ_LAG_MS = 50.0
-"""A load generator that is later than this (p99) to read what has arrived is slower than the server: several
-chunks of a stream then wait for it at a time, and the kernel tells only when the last of them came."""
 
 
 class Dispatcher:
@@ -139,14 +136,3 @@ def _by_session(requests: Sequence[PlannedRequest]) -> list[list[PlannedRequest]
     for r in requests:
         sessions.setdefault(r.conversation, []).append(r)
     return sorted(sessions.values(), key=lambda turns: turns[0].at_s)
-
-
-def read_too_late(lag: LogHistogram) -> list[str]:
-    """Why a run is not valid whose load generator read what arrived too late; nothing where it did not."""
-    late_ms = lag.percentile(99)
-    if late_ms is None or late_ms <= MAX_READ_LAG_MS:
-        return []
-    return [
-        f"answers were read late: p99 of the load generator's own lag is {late_ms:.0f} ms, the limit is "
-        f"{MAX_READ_LAG_MS:g} ms (use fewer streams at a time, more processes or a less busy machine)"
-    ]

@@ -23,7 +23,7 @@ from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
 from adaserve.commands import DOES_NOT_COUNT
 from adaserve.host.files import write_json
 from adaserve.loadgen.config import BenchConfig, Endpoint
-from adaserve.loadgen.dispatch import Dispatcher, read_too_late
+from adaserve.loadgen.dispatch import Dispatcher
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.recorder import LogHistogram, Recorder
@@ -38,7 +38,8 @@ from adaserve.loadgen.results import (
 from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts, plan_figures
 from adaserve.loadgen.server_metrics import Samples, learning, scrape, server_side
 from adaserve.loadgen.stream import Target
-from adaserve.slo.metrics import INTERRUPTED, RequestRecord, percent
+from adaserve.slo.run_summary import RequestRecord, percent
+from adaserve.slo.validity import INTERRUPTED, read_too_late
 
 logger = logging.getLogger("adaserve.loadgen")
 
@@ -166,7 +167,7 @@ class LocalRun:
         self.recorder.close()
         try:
             meta = self._meta(self._schedule)
-            reasons = [*self.reasons, *read_too_late(self._read_lag)]
+            reasons = [*self.reasons, *read_too_late(self._read_lag.percentile(99))]
             summary = write_summary(self.out, self.config.warmup_s, meta, reasons)
             self.recorder.write_progress()
             for reason in summary["invalid_reasons"]:

@@ -11,8 +11,7 @@ from typing import Any
 from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.schedule import PlannedRequest
-from adaserve.slo.answer_ends import ANSWER_TOKENS
-from adaserve.slo.metrics import PREDICTED
+from adaserve.slo.replay_lengths import ANSWER_TOKENS
 from adaserve.slo.resolve import (
     HEADER_CLASS,
     HEADER_TPOT,
@@ -21,6 +20,7 @@ from adaserve.slo.resolve import (
     TRACE_KEYS,
     TRACE_MEMBER,
 )
+from adaserve.slo.run_summary import PREDICTED
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
 MAX_COUNT = 10**9

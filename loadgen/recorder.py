@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaserve.host.files import write_whole
-from adaserve.slo.metrics import RequestRecord
+from adaserve.host.files import write_atomically
+from adaserve.slo.run_summary import RequestRecord
 
 _BINS_PER_DECADE = 100  # 2.3% per bin
 _LOWEST_MS = 0.01
@@ -128,7 +128,7 @@ class Recorder:
         """Replaces ``progress.json``, which is not indented: that would take time from the streams."""
         data = {"planned": self.planned, "finished": self.finished, "by_class": self.rows()}
         with suppress(OSError):  # it is only for show
-            write_whole(self.out / "progress.json", json.dumps(data).encode())
+            write_atomically(self.out / "progress.json", json.dumps(data).encode())
 
     def close(self) -> None:
         """Nothing is left to be written but what could not be."""

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from adaserve.loadgen import figures
-from adaserve.loadgen.agreement import agreement_rows, flip_rows
+from adaserve.loadgen.comparison_table import comparison_rows, flip_rows
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.run_folder import FloatArray, Run, value_or
-from adaserve.slo.metrics import attainment_stderr, percent
+from adaserve.slo.run_summary import attainment_stderr, percent
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _page(runs: Sequence[Run], groups: Sequence[Group], charts: Sequence[Chart])
         models=list(dict.fromkeys(str(r.summary["model"]) for r in runs if r.summary.get("model"))),
         unsent=any(r.summary.get("never_sent") for r in runs),
         drafts=[(r.label, name, d) for r in runs for name, d in r.summary.get("learning", {}).items()],
-        agreement=[row for r in runs for row in agreement_rows(r)],
+        agreement=[row for r in runs for row in comparison_rows(r)],
         flips=[row for r in runs for row in flip_rows(r)],
         title=" against ".join(g.label for g in groups) if len(groups) <= 4 else f"{len(groups)} settings",
     )

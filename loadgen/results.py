@@ -16,7 +16,7 @@ from adaserve.host.description import describe_host
 from adaserve.host.files import write_json
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.redaction import without_secrets
-from adaserve.slo.metrics import PREDICTED, RequestRecord, read_records, summarize
+from adaserve.slo.run_summary import PREDICTED, RequestRecord, read_records, summarize
 
 CONFIG = "config.yaml"
 """The first file of a results folder."""

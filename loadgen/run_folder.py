@@ -17,8 +17,8 @@ import yaml
 from adaserve.host.files import why_unreadable
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.results import CONFIG, is_amount, iter_records
-from adaserve.loadgen.verdicts import Verdicts, compare
-from adaserve.slo.metrics import PLAYED, RequestRecord, summarize
+from adaserve.loadgen.server_comparison import Verdicts, compare
+from adaserve.slo.run_summary import PLAYED, RequestRecord, summarize
 
 _STAMP = re.compile(r"^\d{8}T\d{6}Z-")
 _SEED = re.compile(r"[-_](seed|s)\d+$")

@@ -30,8 +30,8 @@ from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.plain_http import tls_context
 from adaserve.loadgen.schedule import PlannedRequest
-from adaserve.slo.answer_ends import ENV as REPLAY_ENV
-from adaserve.slo.metrics import NEVER_SENT, RequestRecord
+from adaserve.slo.replay_lengths import ENV as REPLAY_ENV
+from adaserve.slo.run_summary import NEVER_SENT, RequestRecord
 
 
 class Target:

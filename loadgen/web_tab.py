@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flask import Response, request
 
-from adaserve.slo.metrics import percent
+from adaserve.slo.run_summary import percent
 
 if TYPE_CHECKING:
     from locust.env import Environment

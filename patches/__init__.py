@@ -17,7 +17,7 @@ from typing import Any
 from sglang.srt import runtime_context
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from adaserve.identity import NAME, PatchError, require_sglang
+from adaserve.sglang_compat import NAME, PatchError, require_sglang
 
 targets: list[str] = []
 """Dotted paths that we hook; the contract tests check their signatures."""
@@ -83,7 +83,7 @@ def tokenizer_manager() -> Any:
 
 MODULES = {
     "start": (
-        "propagation",  # of all of them
+        "rebind_imports",  # of all of them
         "flags",
         "kv_reserve",
         "kv_sizing",
@@ -93,13 +93,13 @@ MODULES = {
         "fork_children",
         "gloo_threads",
         "worker_supervisor",
-        "early_stop",
-        "http_parts",
+        "stop_signals",
+        "http_app_setup",
     ),
     "http": (
         "slo_requests",
         "slo_responses",
-        "boundary",  # after the SLO hooks: what wraps last is asked first
+        "validation",  # after the SLO hooks: what wraps last is asked first
         "stream_starts",
         "ollama",
         "openai_responses",
@@ -110,13 +110,13 @@ MODULES = {
         "keys",
         "routes",
         "load_headers",
-        "costly_answers",
+        "cached_status",
         "metric_labels",
         "streamed_parsers",
         "parsers",  # around it: a chunk has its time, not each of its tokens
         "response_store",
         "small_chunks",
-        "unread_streams",
+        "slow_readers",
         "gone_clients",
     ),
     "scheduler": (
@@ -128,13 +128,13 @@ MODULES = {
         "grammar_polls",
         "grammar_errors",
         "grammar_time",
-        "dead_ends",
+        "no_allowed_token",
         "logit_processors",
         "prefill_logprobs",
         "result_copies",
         "accept_rates",
         "request_ends",
-        "begun_answers",
+        "retracted_requests",
         "replayed_answers",
         "internal_state",
         "load_reports",

@@ -121,7 +121,7 @@ def bench_heads(
 ) -> None:
     """Compare accepted tokens and drafting time of the embedded draft and the embedded heads."""
     from adaserve.bench.heads import run_heads
-    from adaserve.bench.walks import HeadPlan
+    from adaserve.bench.offline_drafting import HeadPlan
     from adaserve.engine.cpu.linear import STORAGES
 
     known("--draft-weights", draft_weights, STORAGES)

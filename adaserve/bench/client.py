@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from adaserve.server import ServerError
-from adaserve.slo.answer_ends import ANSWER_TOKENS
+from adaserve.slo.replay_lengths import ANSWER_TOKENS
 
 TIMEOUT_S = 1800.0
 

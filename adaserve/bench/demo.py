@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from adaserve.bench.busy import BUSY
 from adaserve.bench.display import table
+from adaserve.bench.host_contention import BUSY
+from adaserve.bench.interleaved import TURN_S, Interleaved
 from adaserve.bench.repetition import OF_CLASS, repetitive
-from adaserve.bench.servers import running
-from adaserve.bench.turns import TURN_S, Turns
+from adaserve.bench.start_server import running_server
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.host.cores import usable_cores
 from adaserve.loadgen.arrivals import Arrivals
@@ -56,7 +56,7 @@ def run_demo(
     drafts = "model,suffix" if repetition else "model"
     spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy, drafts=drafts))
     _introduce(console, seconds, policy)
-    with running(spec, folder / "server.log", console) as server:
+    with running_server(spec, folder / "server.log", console) as server:
         config = _traffic(server, seconds, rps)
         if repetition:
             config = _repetitive(config, folder / "repetition.jsonl")
@@ -66,7 +66,7 @@ def run_demo(
             f"watch it live: {server.url}/slo",
         )
         settings = {name: partial(server.set_policy, name) for name in dict.fromkeys((policy, PLAIN))}
-        turns = Turns(server, settings, config, folder)
+        turns = Interleaved(server, settings, config, folder)
         summaries = turns.play(console)
     page = write_report([read_run(folder / name) for name in summaries], folder, png=False)
     _show(summaries, folder)

@@ -22,15 +22,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from adaserve.bench.display import progress, table
-from adaserve.bench.walks import (
+from adaserve.bench.offline_drafting import (
     TARGET_WEIGHTS,
     HeadPlan,
+    OfflineDraft,
     Text,
     Tree,
-    Walk,
     kernel_model,
+    offline_drafts,
     over_pool,
-    walks,
 )
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.linear import Storage
@@ -73,7 +73,7 @@ def verification(network: TinyLlama, rows: int) -> Callable[[], object]:
 
 
 def in_turns(
-    drafts: Mapping[Key, Walk], trees: int, verify: Callable[[], object], done: Callable[[], None]
+    drafts: Mapping[Key, OfflineDraft], trees: int, verify: Callable[[], object], done: Callable[[], None]
 ) -> dict[Key, list[Tree]]:
     """Some trees that do not count, then ``trees`` rounds, each in the other order than the one before.
     ``verify`` goes before each tree."""
@@ -152,7 +152,7 @@ def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
         texts = written_texts(target, pair, plan, bar)
         task = bar.add_task("trees", total=plan.trees * len(plan.batches))
         for batch in plan.batches:
-            drafts = walks(pair, target, texts, batch, plan)
+            drafts = offline_drafts(pair, target, texts, batch, plan)
             verify = verification(served, batch)
             rows += summarize(in_turns(drafts, plan.trees, verify, lambda: bar.advance(task)), batch)
     path.parent.mkdir(parents=True, exist_ok=True)

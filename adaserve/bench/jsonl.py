@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adaserve.host.files import json_lines, write_whole
-from adaserve.slo.metrics import RequestRecord
+from adaserve.host.files import json_lines, write_atomically
+from adaserve.slo.run_summary import RequestRecord
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
@@ -39,4 +39,4 @@ def write_records(path: Path, records: Sequence[RequestRecord]) -> None:
     """Gzipped, without the gaps between chunks; equal records give equal bytes."""
     lines = "".join(replace(r, itl_ms=[]).to_json() + "\n" for r in records)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, gzip.compress(lines.encode(), mtime=0))
+    write_atomically(path, gzip.compress(lines.encode(), mtime=0))

@@ -25,12 +25,12 @@ from adaserve.bench.client import Ask
 from adaserve.bench.display import progress, table
 from adaserve.bench.prompts import held_out, that_loop_least
 from adaserve.bench.repetition import repetitive
-from adaserve.bench.servers import running
+from adaserve.bench.start_server import running_server
 from adaserve.host.files import write_json
 from adaserve.loadgen.results import provenance
 from adaserve.pair.prompts import distinct_share
 from adaserve.server import ServerProcess, ServerSpec
-from adaserve.slo.metrics import percent
+from adaserve.slo.run_summary import percent
 from adaserve.terminal import say
 
 BASE = "none"
@@ -103,7 +103,7 @@ def run_latency(specs: Mapping[str, ServerSpec], plan: LatencyPlan, path: Path, 
     try:
         with ExitStack() as stack:
             servers = {
-                kind: stack.enter_context(running(spec, path.with_name(f"server-{kind}.log"), console))
+                kind: stack.enter_context(running_server(spec, path.with_name(f"server-{kind}.log"), console))
                 for kind, spec in specs.items()
             }
             costs = {kind: server.report()["latency"] for kind, server in servers.items()}
@@ -163,7 +163,7 @@ def _long(plan: LatencyPlan, context: int) -> list[Ask]:
     """Held-out texts for the largest batch, code and prose in turn, with room for an answer in the context;
     short ones are the beginnings of long ones. Raises PairError where there is not enough text."""
     from adaserve.pair.folders import weights_folder
-    from adaserve.pair.long import CATEGORIES, long_prompts
+    from adaserve.pair.long_context import CATEGORIES, long_prompts
     from adaserve.pair.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(weights_folder() / "target")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from adaserve.bench.display import progress
 from adaserve.bench.fit import show_fit
-from adaserve.bench.servers import running
+from adaserve.bench.start_server import running_server
 from adaserve.engine.costs.cost_cache import PROFILE_ENV
 from adaserve.engine.costs.measure import profile_steps
 from adaserve.server import ServerError, ServerSpec
@@ -31,7 +31,7 @@ def run_profile(spec: ServerSpec, out: Path | None, console: Console) -> None:
     watcher.start()
     failed = False
     try:
-        with running(spec, folder / "server.log", env=env) as server:
+        with running_server(spec, folder / "server.log", env=env) as server:
             path = Path(server.report()["profile"])
     except ServerError:
         failed = True

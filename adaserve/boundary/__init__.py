@@ -1,6 +1,6 @@
 """What a request may contain: pure checks, without SGLang, of everything that a client may send.
 
-``patches.http.boundary`` asks them on every route before a request is queued. A number that SGLang or a
+``patches.http.validation`` asks them on every route before a request is queued. A number that SGLang or a
 kernel would use as an index or put into 32 bits is checked here, so that no later code has to check it again.
 """
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from adaserve.boundary.ebnf import AGAIN
-from adaserve.boundary.effort import Effort
 from adaserve.boundary.errors import RequestError, TooLargeError
+from adaserve.boundary.grammar_budget import GrammarBudget
 from adaserve.boundary.limits import MAX_GRAMMAR_SIZE
 
 MAX_PLACES = 32
@@ -51,7 +51,7 @@ Ranges = tuple[tuple[int, int], ...]
 """Characters, by their first and last code points: in order, and apart."""
 
 
-def require_few_ways(name: str, expression: str, effort: Effort) -> int:
+def require_few_ways(name: str, expression: str, budget: GrammarBudget) -> int:
     """Terms of the expression, once its counted repeats are written out.
 
     Raises RequestError if a text can lead to more than ``MAX_PLACES`` places of the expression that go on
@@ -68,7 +68,7 @@ def require_few_ways(name: str, expression: str, effort: Effort) -> int:
     except RecursionError:
         raise TooLargeError(f"{name} is nested too deeply") from None
     automaton.require_few_ways(start)
-    effort.spend(len(expression) + automaton.size + automaton.steps)
+    budget.spend(len(expression) + automaton.size + automaton.steps)
     return automaton.size
 
 

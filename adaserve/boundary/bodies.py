@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaserve.boundary.errors import RequestError
-
-MAX_VALUES = 1 << 16
-"""Values in all lists and objects of a body, but for token ids and biases."""
+from adaserve.boundary.limits import MAX_BODY_VALUES
 
 _BIASES, _NO_PROMPT = "logit_bias", "tokens"
 
@@ -20,7 +18,7 @@ def require_few_values(body: Any, path: str, context: int | None = None) -> None
     """Raises RequestError for parsed JSON of too many values. Not counted are token ids, where the route of
     this ``path`` takes any, and biases of tokens. ``context``: the most ids of a prompt, if anything limits
     them: Pydantic takes a second for millions."""
-    ids, left, waiting = _token_fields(path), MAX_VALUES, [(body, "")]
+    ids, left, waiting = _token_fields(path), MAX_BODY_VALUES, [(body, "")]
     while waiting:
         part, name = waiting.pop()
         values = part.values() if isinstance(part, dict) else part
@@ -37,7 +35,8 @@ def require_few_values(body: Any, path: str, context: int | None = None) -> None
         left -= len(values)
         if left < 0:
             raise RequestError(
-                f"a body may hold at most {MAX_VALUES} values besides token ids and biases: send it in parts"
+                f"a body may hold at most {MAX_BODY_VALUES} values besides token ids and biases: "
+                "send it in parts"
             )
         named = part.items() if isinstance(part, dict) else ((name, value) for value in part)
         waiting.extend((value, key) for key, value in named if isinstance(value, dict | list))

@@ -16,8 +16,8 @@ from typing import Any
 
 from adaserve.boundary.ambiguity import MAX_PLACES, REPEATS, SINGLE, UNBOUNDED, require_few_ways
 from adaserve.boundary.ebnf import as_regex
-from adaserve.boundary.effort import SCHEMA, Effort
 from adaserve.boundary.errors import RequestError, TooLargeError, shown
+from adaserve.boundary.grammar_budget import SCHEMA, GrammarBudget
 from adaserve.boundary.limits import (
     INT64_MAX,
     MAX_GRAMMAR_CHARACTERS,
@@ -56,8 +56,8 @@ _GROUPS = [
 def json_schema(name: str, value: Any, limits: Limits) -> None:
     """A JSON schema as text: not deep, its references inside itself, each to something that says a value."""
     _json_text(name, value, limits)
-    if value not in ("", ANY_JSON) and limits.effort.is_new("json_schema", value):
-        _Schema(name, _parse(name, value), limits.effort).check()
+    if value not in ("", ANY_JSON) and limits.grammar_budget.is_new("json_schema", value):
+        _Schema(name, _parse(name, value), limits.grammar_budget).check()
 
 
 def structural_tag(name: str, value: Any, limits: Limits) -> None:
@@ -68,7 +68,7 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
     """
     if not limits.of_tools:
         _json_text(name, value, limits)
-    if value == "" or not limits.effort.is_new("structural_tag", value):
+    if value == "" or not limits.grammar_budget.is_new("structural_tag", value):
         return
     root = _parse(name, value)
     if not isinstance(root, dict):
@@ -86,7 +86,7 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
             count += most if isinstance(most, int) and most > 0 else 1
         for key, item in node.items() if isinstance(node, dict) else enumerate(node):
             if key in ("schema", "json_schema") and isinstance(item, dict):
-                _Schema(f"{name}.{key}", item, limits.effort).check()
+                _Schema(f"{name}.{key}", item, limits.grammar_budget).check()
             elif key in expressions and isinstance(item, str):
                 expressions[key](f"{name}.{key}", item, limits)
                 count += 1
@@ -101,8 +101,8 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
 def regex(name: str, value: Any, limits: Limits) -> None:
     """A regular expression that the output matches as a whole."""
     _text(name, value, limits)
-    if limits.effort.is_new("regex", value):
-        _require_matchable(name, value, limits.effort)
+    if limits.grammar_budget.is_new("regex", value):
+        _require_matchable(name, value, limits.grammar_budget)
 
 
 def ebnf(name: str, value: Any, limits: Limits) -> None:
@@ -114,13 +114,13 @@ def ebnf(name: str, value: Any, limits: Limits) -> None:
     if limits.of_tools:
         return
     _text(name, value, limits)
-    if value == "" or not limits.effort.is_new("ebnf", value):
+    if value == "" or not limits.grammar_budget.is_new("ebnf", value):
         return
     for depth in (2, 1):
         with suppress(TooLargeError):  # rules that use each other several times grow fast
-            _require_matchable(name, as_regex(name, value, depth), limits.effort)
+            _require_matchable(name, as_regex(name, value, depth), limits.grammar_budget)
             return
-    _require_matchable(name, as_regex(name, value, depth=1, lists=True), limits.effort)
+    _require_matchable(name, as_regex(name, value, depth=1, lists=True), limits.grammar_budget)
 
 
 def stop_regex(name: str, value: Any, limits: Limits) -> None:
@@ -130,7 +130,7 @@ def stop_regex(name: str, value: Any, limits: Limits) -> None:
     ``(a+)+`` or ``(a|a)*`` exponentially many. So they must be few in all, and end.
     """
     one_or_list(_stop_text, MAX_STOPS)(name, value, limits)
-    if not limits.effort.is_new("stop_regex", repr(value)):
+    if not limits.grammar_budget.is_new("stop_regex", repr(value)):
         return
     ways = 0
 
@@ -197,11 +197,11 @@ def _depth(expression: str) -> int:
     return deepest
 
 
-def _require_matchable(name: str, expression: str, effort: Effort) -> int:
+def _require_matchable(name: str, expression: str, budget: GrammarBudget) -> int:
     """Terms of a regular expression that is neither too large nor too ambiguous. Raises RequestError."""
     if _depth(expression) > MAX_GRAMMAR_DEPTH:
         raise TooLargeError(f"{name} may be nested at most {MAX_GRAMMAR_DEPTH} levels deep")
-    return require_few_ways(name, expression, effort)
+    return require_few_ways(name, expression, budget)
 
 
 def _parts(node: Any) -> list[Any]:
@@ -237,8 +237,8 @@ class _Schema:
     references and choices) must not lead back to itself: nothing would be said. Values may hold values of
     their own kind, as in trees."""
 
-    def __init__(self, name: str, root: Any, effort: Effort) -> None:
-        self.name, self.root, self._effort = name, root, effort
+    def __init__(self, name: str, root: Any, budget: GrammarBudget) -> None:
+        self.name, self.root, self._budget = name, root, budget
         self._open: set[int] = set()  # schemas of the value at hand that the walk is inside of, by identity
         self._done: set[int] = set()
         self._waiting: list[Any] = []  # schemas of other values
@@ -268,7 +268,7 @@ class _Schema:
                 "refer to itself only inside properties or items"
             )
         self._open.add(id(node))
-        self._effort.spend(SCHEMA)
+        self._budget.spend(SCHEMA)
         if isinstance(node, dict):
             self._check_counts(node)
         same, inner = self._members(node)
@@ -330,7 +330,7 @@ class _Schema:
         return not (is_object or choice.keys() & {"const", "enum"})
 
     def _add_pattern(self, key: str, expression: str) -> None:
-        self._terms += _require_matchable(f"{self.name}: {key}", expression, self._effort)
+        self._terms += _require_matchable(f"{self.name}: {key}", expression, self._budget)
         if self._terms > MAX_GRAMMAR_SIZE:
             raise RequestError(
                 f"{self.name}: its patterns may have at most {MAX_GRAMMAR_SIZE} terms in all, once their "

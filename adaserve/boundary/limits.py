@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from adaserve.boundary.effort import Effort
+from adaserve.boundary.grammar_budget import GrammarBudget
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+MAX_BODY_BYTES = 32 << 20
+MAX_UNFINISHED_BYTES = 1 << 30
+"""Of all bodies together, what has come of those that are not complete."""
+
+MAX_BODY_VALUES = 1 << 16
+"""Values in all lists and objects of a body, but for token ids and biases."""
 
 MAX_SAMPLES = 128
 """``n``, as in OpenAI's API: one request becomes that many."""
@@ -82,5 +89,5 @@ class Limits:
     """--tokenizer-metrics-allowed-custom-labels: SGLang's metrics have these labels and no others."""
     of_tools: bool = False
     """Whether SGLang made the request's structural tag or EBNF itself, of a chat's tools."""
-    effort: Effort = field(default_factory=Effort)
+    grammar_budget: GrammarBudget = field(default_factory=GrammarBudget)
     """For the grammars of the request at hand."""

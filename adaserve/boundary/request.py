@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from adaserve.boundary.effort import Effort
 from adaserve.boundary.errors import RequestError, shown
+from adaserve.boundary.grammar_budget import GrammarBudget
 from adaserve.boundary.limits import (
     INT32_MAX,
     INT64_MAX,
@@ -177,7 +177,7 @@ def check_request(fields: Mapping[str, Any], limits: Limits) -> None:
 
     ``fields``: of SGLang's ``GenerateReqInput``, before it is normalized. Missing and None mean unset.
     """
-    limits = replace(limits, effort=Effort())
+    limits = replace(limits, grammar_budget=GrammarBudget())
     count = _prompt_count(fields, limits)
     for name, check in EACH.items():
         value = fields.get(name)

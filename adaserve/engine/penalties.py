@@ -19,7 +19,7 @@ from torch import Tensor
 from adaserve.engine.logits.portions import portions
 from adaserve.engine.request_state import RequestState
 from adaserve.engine.trees.verify import VerifyBatch
-from adaserve.patches.scheduler.dead_ends import TOO_EARLY
+from adaserve.patches.scheduler.no_allowed_token import TOO_EARLY
 
 Put = Callable[[Mapping[str, np.ndarray]], Mapping[str, Tensor]]
 """Host arrays on the device, in one upload."""

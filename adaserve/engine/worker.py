@@ -44,12 +44,12 @@ from adaserve.engine.sources.build_sources import sources_of
 from adaserve.engine.sources.draft_model import DraftModels
 from adaserve.engine.sources.source import TreeSource
 from adaserve.host.device import on_device
-from adaserve.identity import ensure_registered
 from adaserve.patches.start.kv_sizing import draft_paths
 from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import IterationOutcome
 from adaserve.scheduler.replay import Recorder
+from adaserve.sglang_compat import ensure_registered
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.request_log import RequestLog

@@ -14,7 +14,7 @@ UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError)
 """What reading a file of text may raise."""
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Replaces the file, or leaves the old one. What is no file of its own (a link, a pipe, ``/dev/stdout``)
     is written to. Raises OSError with a name."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -62,5 +62,5 @@ def not_utf8(text: str) -> str | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file of JSON as ``write_whole`` does; for people to read as well."""
-    write_whole(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+    """Replaces a file of JSON as ``write_atomically`` does; for people to read as well."""
+    write_atomically(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())

@@ -1,9 +1,8 @@
-"""Processes that a command starts end with it, even if it is killed, and a server says where it hangs."""
+"""Processes that a command starts end with it, even if it is killed."""
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import os
 import runpy
 import signal
@@ -13,8 +12,6 @@ from pathlib import Path
 PARENT_ENV = "ADASERVE_PARENT"
 """Process id of the command that started a server, a router or a load test."""
 
-WHERE_SIGNAL = signal.SIGUSR1
-"""Makes each process of such a server write to its log where its threads are, whatever they wait for."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -41,12 +38,6 @@ def _is_there(pid: str) -> bool:
     except OSError:
         return not Path("/proc/self/stat").exists()  # nobody can tell
     return state not in "ZX"
-
-
-def heed_where_signal() -> None:
-    """For the processes of servers that a command of ours has started: elsewhere the signal is not ours."""
-    if PARENT_ENV in os.environ and sys.__stderr__ is not None:
-        faulthandler.register(WHERE_SIGNAL, file=sys.__stderr__)
 
 
 if __name__ == "__main__":  # python -m adaserve.host.lifetime MODULE ARGUMENTS: for a foreign command

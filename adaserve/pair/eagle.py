@@ -142,7 +142,7 @@ class EagleHead(nn.Module):
 
         At step k a token is read as the k-th of a draft: the tokens up to k before it as the target has read
         them, the others with the head's own states (EAGLE-3, section 3.2, training-time test). Of step k the
-        first k - 1 tokens mean nothing. ``layers``: of the target, as in ``Observed``.
+        first k - 1 tokens mean nothing. ``layers``: of the target, as in ``TargetOutputs``.
         """
         own, length = self.layer.shape, tokens.shape[1] - 1
         cos, sin = rope(length, own)

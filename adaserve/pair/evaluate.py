@@ -19,17 +19,17 @@ from adaserve.checkpoints.draft_kind import draft_kind, medusa_folder
 from adaserve.checkpoints.medusa import load_medusa
 from adaserve.host.files import write_json
 from adaserve.noise import request_key
-from adaserve.pair.calibration import misjudged
 from adaserve.pair.candidates import Drafter, ModelDrafter, Trees, draft_trees
 from adaserve.pair.data import open_stream
 from adaserve.pair.eagle import load_head
 from adaserve.pair.generate import Written, generate, shared_noise
 from adaserve.pair.head_drafts import HeadDrafter
-from adaserve.pair.long import CATEGORIES as LONG_TEXTS
-from adaserve.pair.long import long_prompts, ranks, sparse_logits, tree_tokens
+from adaserve.pair.long_context import CATEGORIES as LONG_TEXTS
+from adaserve.pair.long_context import long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.medusa import MedusaBlocks, MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.prompts import CATEGORIES, distinct_share, load_prompts
+from adaserve.pair.sharpening_loss import top_k_log_loss
 from adaserve.pair.tokenizer import load_tokenizer, same_vocabulary
 from adaserve.pair.vocabulary import BOS_ID, MAX_CONTEXT_TOKENS
 from adaserve.sharpening import FILE_NAME, DraftSharpening, sharpening_of
@@ -85,7 +85,7 @@ def draft_logits(drafter: Drafter, written: Written) -> Tensor:
 
 def best_tau(logits: Tensor, actual: Tensor, taus: np.ndarray = _TAUS) -> float:
     """The divisor of logits [..., n, vocab] under which they say best which tokens the target chose."""
-    return float(taus[misjudged(logits.flatten(0, -2), actual.flatten(), taus).argmin()])
+    return float(taus[top_k_log_loss(logits.flatten(0, -2), actual.flatten(), taus).argmin()])
 
 
 def _proposable(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class Evaluation:
     def _long_rows(
         self, draft: TinyLlama, context: int, temperature: float, sharpening: DraftSharpening
     ) -> list[dict[str, Any]]:
-        scale, spread = (float(x) for x in sharpening.reading(temperature))
+        scale, spread = (float(x) for x in sharpening.with_shared_noise(temperature))
         ranked: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
         predicted: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
         rows = min(max(2, self.rows // 8), _MOST_LONG)

@@ -10,7 +10,7 @@ from torch.nn import functional as fn
 
 from adaserve.pair.eagle import EagleHead
 from adaserve.pair.model import TinyLlama, rope
-from adaserve.pair.observed import observe
+from adaserve.pair.target_outputs import target_outputs
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class HeadDrafter:
     @torch.no_grad()
     def after(self, tokens: Tensor) -> Tensor:
         """Behind the first token, which it does not read, everything is alike."""
-        seen = observe(self.target, tokens, self.head.shape.layers)
+        seen = target_outputs(self.target, tokens, self.head.shape.layers)
         (states,) = self.head.unroll(tokens, seen.layers, 1)
         return fn.pad(self._spread(states), (0, 0, 1, 0))
 
     @torch.no_grad()
     def begin(self, contexts: Tensor, depth: int) -> tuple[Tensor, _Held]:
         head = self.head
-        seen = observe(self.target, contexts, head.shape.layers)
+        seen = target_outputs(self.target, contexts, head.shape.layers)
         before = head.fc(seen.layers[:, :-1].flatten(2))
         cos, sin = rope(before.shape[1], head.layer.shape)
         q, k, v = head.layer.project(head.embed(contexts[:, 1:]), before, cos, sin)

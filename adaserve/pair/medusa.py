@@ -16,8 +16,8 @@ from torch.nn import functional as fn
 from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, save_medusa
 from adaserve.pair.distill import lessons
 from adaserve.pair.model import TinyLlama
-from adaserve.pair.observed import Observed, observe
 from adaserve.pair.shape import MEDUSA_DEPTH, MEDUSA_LAYERS
+from adaserve.pair.target_outputs import TargetOutputs, target_outputs
 from adaserve.pair.train import Run, Trainer, head_run
 from adaserve.pair.train_head import SHARPENED, STEP_WEIGHT, CrossEntropy, fast_products
 
@@ -87,7 +87,7 @@ def save_blocks(blocks: MedusaBlocks, folder: Path) -> None:
     save_medusa(heads, folder)
 
 
-def heads_loss(blocks: MedusaBlocks, seen: Observed, share: int = 1) -> Tensor:
+def heads_loss(blocks: MedusaBlocks, seen: TargetOutputs, share: int = 1) -> Tensor:
     """Forward KL(target || head) in nats per token, averaged over the heads by ``STEP_WEIGHT``: head i is
     compared with what the target says i + 1 tokens later, after one token in ``share``."""
     depth = blocks.depth
@@ -111,7 +111,7 @@ def train_medusa(run: Run, pair: Path, *, written_tokens: int) -> Path:
 
     def loss(window: Tensor) -> Tensor:
         with fast_products():
-            return heads_loss(blocks, observe(target, window[:, :-1]), COMPARED)
+            return heads_loss(blocks, target_outputs(target, window[:, :-1]), COMPARED)
 
     Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), blocks, text, loss).fit("Medusa heads")
     save_blocks(blocks, done := run.out / "heads")
@@ -128,12 +128,12 @@ class MedusaDrafter:
     @torch.no_grad()
     def after(self, tokens: Tensor) -> Tensor:
         """By the state of the token before; after the first token everything is alike."""
-        states = observe(self.target, tokens).last[:, :-1]
+        states = target_outputs(self.target, tokens).last[:, :-1]
         return fn.pad(self.blocks(states, 0), (0, 0, 1, 0))
 
     @torch.no_grad()
     def begin(self, contexts: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        states = observe(self.target, contexts).last[:, -2]
+        states = target_outputs(self.target, contexts).last[:, -2]
         logits = torch.stack([self.blocks(states, i) for i in range(depth)])
         return logits[0].clone(), logits[1:]
 

@@ -22,7 +22,7 @@ from rich.progress import (
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
-from adaserve.host.files import write_whole
+from adaserve.host.files import write_atomically
 from adaserve.pair.data import Batches, open_stream
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import make_optimizers
@@ -116,7 +116,7 @@ class Trainer:
         }
         data = io.BytesIO()
         torch.save(state, data)
-        write_whole(self.run.out / "checkpoint.pt", data.getvalue())
+        write_atomically(self.run.out / "checkpoint.pt", data.getvalue())
         self._saved_at = self.clock.elapsed_s
 
     def train_step(self) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 from adaserve.pair.data import open_stream
 from adaserve.pair.distill import lessons
 from adaserve.pair.eagle import EagleHead, HeadShape, load_head, narrowed, save_head
-from adaserve.pair.observed import Observed, observe
+from adaserve.pair.target_outputs import TargetOutputs, target_outputs
 from adaserve.pair.train import Run, Trainer, head_run
 
 STEPS = 4
@@ -47,7 +47,7 @@ class CrossEntropy(torch.autograd.Function):
         return gradient.mul_(float(outer[0]) * ctx.scale), None, None
 
 
-def unrolled_loss(head: EagleHead, seen: Observed, steps: int) -> Tensor:
+def unrolled_loss(head: EagleHead, seen: TargetOutputs, steps: int) -> Tensor:
     """Forward KL(target || head) over the tokens that the head knows, in nats per token, averaged over the
     steps by their weights."""
     wanted = (seen.logits[:, 1:, head.token_ids] / SHARPENED).log_softmax(-1)
@@ -87,7 +87,7 @@ def train_eagle(run: Run, pair: Path, *, written_tokens: int, shape: HeadShape) 
 
     def loss(window: Tensor) -> Tensor:
         with fast_products():
-            return unrolled_loss(head, observe(target, window[:, :-1], head.shape.layers), STEPS)
+            return unrolled_loss(head, target_outputs(target, window[:, :-1], head.shape.layers), STEPS)
 
     Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), head, text, loss).fit("EAGLE-3 head")
     save_head(head, done := run.out / "head")

@@ -15,7 +15,7 @@ from typing import Protocol
 import httpx
 import psutil
 
-from adaserve.host.lifetime import PARENT_ENV, WHERE_SIGNAL
+from adaserve.host.lifetime import PARENT_ENV
 from adaserve.host.ports import why_not_free
 from adaserve.host.processes import (
     family,
@@ -26,6 +26,7 @@ from adaserve.host.processes import (
     shared_memory,
     told_counters,
 )
+from adaserve.host.signals import STACK_DUMP_SIGNAL
 from adaserve.redaction import without_secrets
 from adaserve.server.control import ServerControl, ServerError
 
@@ -181,7 +182,7 @@ class ServerProcess(ServerControl):
         """Before an end only: what is no Python process of SGLang's ends at once."""
         for process in family(self.pid) if self._process is not None else ():
             with suppress(psutil.NoSuchProcess):
-                process.send_signal(WHERE_SIGNAL)
+                process.send_signal(STACK_DUMP_SIGNAL)
         time.sleep(STOP_PATIENCE_S)
 
     def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:

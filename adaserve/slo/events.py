@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from adaserve.slo.classes import SLO
-from adaserve.slo.metrics import within
+from adaserve.slo.run_summary import within
 
 STAGES = ("proposed", "verified", "accepted")
 """What is counted of the tokens of each source of drafts."""

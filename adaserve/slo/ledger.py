@@ -10,12 +10,12 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 
 from adaserve.slo.classes import SLO, to_ms
-from adaserve.slo.delivered import DeliveredTPOT
+from adaserve.slo.delivered_tpot import DeliveredTPOT
 from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
 from adaserve.slo.lengths import OutputLengths
-from adaserve.slo.metrics import mean_tpot_s
 from adaserve.slo.request_log import RequestLog
 from adaserve.slo.resolve import RequestSLO
+from adaserve.slo.run_summary import mean_tpot_s
 from adaserve.slo.stats import SLOStats
 
 SERVER_FAULT = 500

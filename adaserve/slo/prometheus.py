@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from adaserve.slo.events import STAGES, DraftLearning, FinishedRequest, IterationSample
-from adaserve.slo.forecast import Forecast
-from adaserve.slo.metrics import RATIO_EDGES
+from adaserve.slo.forecast_report import Forecast
+from adaserve.slo.run_summary import RATIO_EDGES
 
 _TTFT_EDGES = (0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
 _TOKEN_EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)

@@ -14,7 +14,7 @@ import numpy as np
 
 from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS
 from adaserve.slo.events import READING, DraftLearning, IterationSample
-from adaserve.slo.forecast import ClassForecast, Forecast
+from adaserve.slo.forecast_report import ClassForecast, Forecast
 from adaserve.slo.stats import (
     BUCKET_S,
     HISTORY_S,

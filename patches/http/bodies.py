@@ -1,9 +1,9 @@
 """Bodies that cost too much, or ask for what is not served, are refused; null stands for what is not set.
 
-Why: ``adaserve/boundary/bodies.py`` says what one request could do to the HTTP process, ``unserved.py`` what
-a client would believe. OpenAI's API takes null for everything that may be left out; SGLang refuses it for
-many fields, such as penalties and ``n``. It waits for the rest of a body forever, so clients that never send
-it could fill the memory.
+Why: ``adaserve/boundary/bodies.py`` says what one request could do to the HTTP process,
+``unsupported_fields.py`` what a client would believe. OpenAI's API takes null for everything that may be left
+out; SGLang refuses it for many fields, such as penalties and ``n``. It waits for the rest of a body forever,
+so clients that never send it could fill the memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from adaserve.asgi import put_around, route_path
 from adaserve.boundary import RequestError
 from adaserve.boundary.bodies import drop_nulls, require_few_values
-from adaserve.boundary.unserved import require_served
+from adaserve.boundary.limits import MAX_BODY_BYTES, MAX_UNFINISHED_BYTES
+from adaserve.boundary.unsupported_fields import require_supported_fields
 from adaserve.patches import hook, tokenizer_manager
-
-MOST_UNFINISHED_BYTES = 1 << 30
-"""Of all bodies together, what has come of those that are not complete."""
 
 NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"}
 
@@ -40,7 +38,7 @@ async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
         try:
             require_few_values(body, path, _context())
             if isinstance(body, dict):
-                require_served(body, path)
+                require_supported_fields(body, path)
         except RequestError as error:
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from error
         if isinstance(body, dict) and path in NULL_IS_UNSET:
@@ -49,14 +47,15 @@ async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
 
 
 def mount(app: Any) -> None:
-    """Limits what has come of bodies that are not complete."""
+    """Limits the size of a body, and what has come of those that are not complete."""
+    app.max_body_size = MAX_BODY_BYTES
     put_around(app, Unfinished)
 
 
 class Unfinished:
     """ASGI app around another one. A body that comes in one piece is never refused."""
 
-    def __init__(self, app: ASGIApp, most_bytes: int = MOST_UNFINISHED_BYTES) -> None:
+    def __init__(self, app: ASGIApp, most_bytes: int = MAX_UNFINISHED_BYTES) -> None:
         self._app, self._most_bytes = app, most_bytes
         self._held_bytes = 0
 

@@ -18,8 +18,8 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary.wording import as_sent
 from adaserve.patches import hook
-from adaserve.patches.http.boundary import STARTED
 from adaserve.patches.http.stream_starts import start
+from adaserve.patches.http.validation import STARTED
 
 
 def register() -> None:

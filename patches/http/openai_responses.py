@@ -20,8 +20,8 @@ from adaserve.boundary import RequestError
 from adaserve.boundary.values import integer
 from adaserve.boundary.wording import wrong_fields
 from adaserve.patches import hook
-from adaserve.patches.http.boundary import check_fields, limits_of
 from adaserve.patches.http.stream_starts import start
+from adaserve.patches.http.validation import check_fields, limits_of
 
 KEPT_OUTPUT_TOKENS = 2
 """That SGLang takes off what a client of /v1/responses asks for; it would refuse 1 as -1."""

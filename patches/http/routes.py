@@ -1,4 +1,4 @@
-"""Routes of SGLang's HTTP server that ADASERVE does not offer are refused, and so are huge bodies.
+"""Routes of SGLang's HTTP server that ADASERVE does not offer are refused.
 
 What SGLang cannot make a request of gets 400 in place of 500. ``sgl.Engine`` calls the methods of the
 tokenizer manager that most routes are named after: they raise the same sentence as a RequestError. So does
@@ -29,10 +29,9 @@ from adaserve.asgi import put_around, route_path
 from adaserve.boundary import RequestError
 from adaserve.host.device import PROFILE_ROUTES_ENV, is_measured
 from adaserve.patches import hook, tokenizer_manager
-from adaserve.patches.http.boundary import refusal
 from adaserve.patches.http.openai_errors import in_shape
+from adaserve.patches.http.validation import refusal
 
-MAX_BODY_BYTES = 32 << 20
 _READER = "request_body_to_args"  # FastAPI's step from a parsed body to a route's arguments
 _OF_CLIENTS = (ValueError, TemplateError)  # SGLang's own custom; on Ollama's route, what a template refuses
 _BUILDER = "vertex_generate"  # hands a client's fields to the constructor of a request as they are
@@ -141,7 +140,6 @@ def refuse_rpc(_: Any, method: str, **__: Any) -> None:
 
 def mount(app: Any) -> None:
     """Puts the refusals around SGLang's app."""
-    app.max_body_size = MAX_BODY_BYTES
     for kind in (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, *_OF_CLIENTS):
         app.add_exception_handler(kind, _unreadable)
     put_around(app, Routes)

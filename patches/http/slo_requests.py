@@ -17,8 +17,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.boundary.limits import MAX_BATCH
 from adaserve.config import slo_classes
 from adaserve.patches import hook
-from adaserve.patches.http.boundary import asks_for_health, refusal
 from adaserve.patches.http.stream_starts import native_response
+from adaserve.patches.http.validation import asks_for_health, refusal
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import START_PARAMS, START_TEXT, FromHeaders, read_headers
 

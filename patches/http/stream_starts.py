@@ -15,7 +15,7 @@ from fastapi import HTTPException
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook, tokenizer_manager
-from adaserve.patches.http.boundary import REPEATS, STARTED, refusal
+from adaserve.patches.http.validation import REPEATS, STARTED, refusal
 
 
 def register() -> None:

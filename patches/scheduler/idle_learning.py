@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
-from adaserve.patches.scheduler.served_worker import worker_of
+from adaserve.patches.scheduler.worker_interface import worker_of
 
 
 def register() -> None:

@@ -17,7 +17,7 @@ from adaserve.boundary import RequestError
 from adaserve.checked import shown
 from adaserve.config import PREFILLS
 from adaserve.patches import hook
-from adaserve.patches.scheduler.served_worker import ServedWorker, worker_of
+from adaserve.patches.scheduler.worker_interface import WorkerInterface, worker_of
 
 MODES: dict[str, str | None] = {**{name: name for name in PREFILLS}, "default": None}
 DRAFTS = ("first", "held", "present")
@@ -61,7 +61,7 @@ def _change(_: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
     return SetInternalStateReqOutput(updated=True)
 
 
-def change_of(worker: ServedWorker, key: str, value: float) -> Callable[[], object]:
+def change_of(worker: WorkerInterface, key: str, value: float) -> Callable[[], object]:
     """What a setting changes. A name stands in the key because SGLang accepts only numbers as values. Raises
     ValueError.
 

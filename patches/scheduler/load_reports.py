@@ -19,14 +19,14 @@ from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoad
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
-from adaserve.patches.scheduler.served_worker import load_of, worker_of
+from adaserve.patches.scheduler.worker_interface import load_of, worker_of
 from adaserve.slo.ledger import HEALTH_CHECK
 
 SECTION = "slo"
 
 
 class SLOLoadSnapshot(LoadSnapshot, omit_defaults=True):  # type: ignore[misc, call-arg]
-    """SGLang's snapshot and a forecast, as ``adaserve.slo.forecast.Forecast`` in JSON values."""
+    """SGLang's snapshot and a forecast, as ``adaserve.slo.forecast_report.Forecast`` in JSON values."""
 
     slo: dict[str, Any] | None = None
 

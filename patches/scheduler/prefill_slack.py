@@ -30,7 +30,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
-from adaserve.patches.scheduler.served_worker import load_of, worker_of
+from adaserve.patches.scheduler.worker_interface import load_of, worker_of
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
 """Answers of a replay end where their trace says, though ``max_tokens`` says more.
 
-Why: see adaserve/slo/answer_ends.py. SGLang ends an answer by its tokens, its text or ``max_tokens``, and a
-replay knows only the length. Every server of a comparison needs it, those without ADASERVE too.
+Why: see adaserve/slo/replay_lengths.py. SGLang ends an answer by its tokens, its text or ``max_tokens``, and
+a replay knows only the length. Every server of a comparison needs it, those without ADASERVE too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
-from adaserve.slo.answer_ends import ANSWER_TOKENS, ENV
+from adaserve.slo.replay_lengths import ANSWER_TOKENS, ENV
 
 
 def register() -> None:

@@ -13,7 +13,7 @@ from adaserve.scheduler.simulator.played import PlayedReplica
 from adaserve.scheduler.simulator.run import SimulationConfig, build_replica
 from adaserve.scheduler.simulator.workload import SimRequest
 from adaserve.slo.classes import SLO
-from adaserve.slo.delivered import LEAST_TOKENS, DeliveredTPOT
+from adaserve.slo.delivered_tpot import LEAST_TOKENS, DeliveredTPOT
 
 CLOSE = 0.15
 """A prediction this close to the delivered TPOT counts as right."""

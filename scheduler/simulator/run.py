@@ -20,7 +20,7 @@ from adaserve.scheduler.simulator.router import build_router
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren, TreeSampler
 from adaserve.scheduler.simulator.workload import SimRequest
 from adaserve.slo.classes import to_ms
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.run_summary import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from adaserve.cli import app
 from adaserve.engine.cpu import build
 from adaserve.pair.folders import PairError, weights_folder
 from adaserve.pair.generate import Written
-from adaserve.pair.long import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
+from adaserve.pair.long_context import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import TinyLlama, rope, rotate
 from adaserve.pair.shape import Shape as PairShape
 from adaserve.pair.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adaserve.bench.fleet.run import Predictions, Ranking, counted, forget_beginning, load_rows, summary_text
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.run_summary import RequestRecord
 from adaserve.slo.trace import Trace, TraceRow
 
 

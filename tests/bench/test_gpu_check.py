@@ -33,9 +33,9 @@ from adaserve.bench.gpu_check.check import Check, Sections, StageError
 from adaserve.bench.gpu_check.cli import _common, _costs, _mixed, _plan
 from adaserve.bench.gpu_check.findings import CheckPlan, Findings, resume
 from adaserve.bench.gpu_check.mixed import run_mixed
-from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Pair, serving, spec_of
+from adaserve.bench.gpu_check.systems import ADASERVE, NONE, OWN, PLAIN, Pair, serving, spec_of
 from adaserve.bench.gpu_check.targets import outside_share, targets
-from adaserve.bench.gpu_check.traces import summary
+from adaserve.bench.gpu_check.torch_profiles import summary
 from adaserve.cli import app
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.pair.widen import Width
@@ -1057,7 +1057,7 @@ def test_a_server_whose_scheduler_died_ends_at_once(monkeypatch: pytest.MonkeyPa
         given.update(words[3])
         return nullcontext(FakeServer())
 
-    monkeypatch.setattr("adaserve.bench.gpu_check.servers.running", running)
+    monkeypatch.setattr("adaserve.bench.gpu_check.systems.running_server", running)
     with serving(Pair("t", "d", "cuda"), PLAIN, tmp_path / "log", Console(quiet=True), 1.0):
         pass
     names = ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_PYSPY_DUMP_BEFORE_CRASH")

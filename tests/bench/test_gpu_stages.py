@@ -391,7 +391,7 @@ def test_stages_name_sections_of_the_check(tmp_path: Path) -> None:
 
     from adaserve.bench.gpu_check.check import Check
     from adaserve.bench.gpu_check.findings import CheckPlan
-    from adaserve.bench.gpu_check.servers import OWN, Pair
+    from adaserve.bench.gpu_check.systems import OWN, Pair
 
     named = re.findall(r"\b((?:sglang|adaserve)[a-z0-9-]*:[a-z0-9-]+)\b", SCRIPT.read_text())
     assert len(named) >= 8

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from adaserve.bench.heads import in_turns, summarize
-from adaserve.bench.walks import EagleWalk, HeadPlan, MedusaWalk, ModelWalk, Text, Tree, Walk
+from adaserve.bench.offline_drafting import (
+    HeadPlan,
+    OfflineDraft,
+    OfflineEagle,
+    OfflineMedusa,
+    OfflineModel,
+    Text,
+    Tree,
+)
 from adaserve.engine.cpu.linear import Storage
 from adaserve.pair.candidates import Drafter, ModelDrafter, draft_trees
 from adaserve.pair.generate import generate
@@ -46,7 +54,7 @@ def texts(target: TinyLlama) -> list[Text]:
 
 
 def expected(drafter: Drafter, text: Text, at: int, folder: Path) -> int:
-    scale, spread = (float(v) for v in load_sharpening(folder).reading(PLAN.temperature))
+    scale, spread = (float(v) for v in load_sharpening(folder).with_shared_noise(PLAN.temperature))
     context: Tensor = torch.from_numpy(text.tokens[: at + 1])[None]
     keys = np.array([text.key], np.uint64)
     trees = draft_trees(
@@ -60,21 +68,21 @@ def test_accepts_what_the_training_network_would(
     kind: str, target: TinyLlama, texts: list[Text], tmp_path: Path
 ) -> None:
     head, drafts = random_head(target), random_model(seed=0)
-    walk: Walk
+    draft: OfflineDraft
     drafter: Drafter
     if kind == "eagle3":
-        walk, drafter = EagleWalk(target, head, texts, 2, PLAN, tmp_path), HeadDrafter(target, head)
+        draft, drafter = OfflineEagle(target, head, texts, 2, PLAN, tmp_path), HeadDrafter(target, head)
     elif kind == "medusa":
         blocks, deeper = random_blocks(target), replace(PLAN, depth=PLAN.depth + 2)  # than there are heads
-        walk = MedusaWalk(target, blocks.published(), texts, 2, deeper, tmp_path)
+        draft = OfflineMedusa(target, blocks.published(), texts, 2, deeper, tmp_path)
         drafter = MedusaDrafter(target, blocks)
     else:
-        walk, drafter = ModelWalk(drafts, texts, 2, PLAN, tmp_path), ModelDrafter(drafts)
-    walk.start()
+        draft, drafter = OfflineModel(drafts, texts, 2, PLAN, tmp_path), ModelDrafter(drafts)
+    draft.start()
     visited, accepted = set(), 0
     for _ in range(20):
-        places = [(text, int(at)) for text, at in zip(walk.text, walk.at, strict=True)]
-        tree = walk.step()
+        places = [(text, int(at)) for text, at in zip(draft.text, draft.at, strict=True)]
+        tree = draft.step()
         wanted = [expected(drafter, texts[text], at, tmp_path) for text, at in places]
         assert list(tree.accepted) == wanted
         visited |= {text for text, _ in places}

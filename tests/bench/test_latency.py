@@ -69,7 +69,7 @@ def test_rounds_that_were_played_are_kept_whatever_ends_it(
         raise KeyboardInterrupt
 
     server = SimpleNamespace(report=lambda: {"latency": {"form": "x"}})
-    monkeypatch.setattr(latency, "running", lambda *_: nullcontext(server))
+    monkeypatch.setattr(latency, "running_server", lambda *_: nullcontext(server))
     monkeypatch.setattr(latency, "run", played)
     plan = LatencyPlan(policies=("priced",), batches=(1, 4), temperatures=(0.8,))
     with pytest.raises(KeyboardInterrupt):

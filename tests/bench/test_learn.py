@@ -26,14 +26,14 @@ from adaserve.bench.learn.offline import (
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, PATTERNS, Texts
 from adaserve.cli import app
-from adaserve.learning import draft_reading
-from adaserve.learning.draft import DraftCopy
-from adaserve.learning.trainer import JUDGED, Recipe, Trainer
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.model import load_hf
 from adaserve.pair.widen import shipped_draft
 from adaserve.sharpening import load_sharpening
-from tests.learning.factories import record
+from adaserve.trainer import sharpening_fit
+from adaserve.trainer.draft import DraftCopy
+from adaserve.trainer.trainer import JUDGED, Recipe, Trainer
+from tests.trainer.factories import record
 
 
 @pytest.mark.parametrize("domain", [*PATTERNS, HOME])
@@ -158,7 +158,7 @@ def test_all_that_takes_long_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "counts", lambda *_: np.zeros((1, 2)))
     bar = Progress(disable=True)
     study = offline._Study(LearnPlan(order=("law:96",)), bar)
-    assert [(t.total, t.finished) for t in bar.tasks] == [(2, True)], "of the domain and of home texts"
+    assert [(t.total, t.finished) for t in bar.tasks] == [(2, True)], "of the domain and of rehearsal texts"
     study._first_draft(VARIANTS["default"])
     assert [(t.total, t.finished) for t in bar.tasks[1:]] == [(3, True), (3, True)]
 
@@ -174,7 +174,7 @@ def test_learning_from_errors_learns_from_nothing_else() -> None:
         (logits,) = made[0].draft.logits([one])
     logits = logits + 3 * torch.from_numpy(one.logprobs.astype(np.float32))  # often right
     every, errors = (trainer.loss_on(one, logits) for trainer in made)
-    right = guesses(one, logits, draft_reading.noise_weight(one, made[0].sharpening)) == 1
+    right = guesses(one, logits, sharpening_fit.noise_weight(one, made[0].sharpening)) == 1
     assert 0 < right.sum() < len(right)
     assert errors[right].eq(0).all() and torch.equal(errors[~right], every[~right])
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from adaserve.bench import study
+from adaserve.bench.simulate import cases as grid_cases
 from adaserve.bench.simulate import fleet, grid
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
@@ -117,7 +117,7 @@ def test_a_replica_without_iterations_has_no_means() -> None:
 def test_a_case_is_simulated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its figures are those of the same simulation."""
     played: list[object] = []
-    monkeypatch.setattr(study, "simulate", lambda *case: played.append(case) or simulate(*case))
+    monkeypatch.setattr(grid_cases, "simulate", lambda *case: played.append(case) or simulate(*case))
     output_of("run --trace synthetic:10:3 --policy none --seeds 0,1 --out", tmp_path)
     assert len(played) == 2 and {"timeline.png", "reliability.png"} <= {p.name for p in tmp_path.iterdir()}
 
@@ -190,7 +190,7 @@ def test_a_case_is_done_when_its_records_are_there(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as stopped:
-        stopped.setattr(study, "write_records", interrupted)
+        stopped.setattr(grid_cases, "write_records", interrupted)
         assert simulate_command("run --trace synthetic:20:3 --out", tmp_path).exit_code
     assert not list(tmp_path.glob("requests-*"))
     output_of("run --trace synthetic:20:3 --out", tmp_path)
@@ -352,8 +352,8 @@ def test_a_long_case_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
     """One may take minutes."""
     shown: list[int] = []
 
-    def watched(cases: Any, setting: Any, out: Any, progress: Any, records: bool) -> list[study.Row]:
-        return study.run_grid(cases, setting, out, lambda arrived, _: shown.append(arrived), records)
+    def watched(cases: Any, setting: Any, out: Any, progress: Any, records: bool) -> list[grid_cases.Row]:
+        return grid_cases.run_grid(cases, setting, out, lambda arrived, _: shown.append(arrived), records)
 
     monkeypatch.setattr(grid, "run_grid", watched)
     output_of("run --trace synthetic:120:9 --policy none --seeds 0,1")

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from adaserve import identity, patches
+from adaserve import patches, sglang_compat
 from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.host.device import select
-from adaserve.identity import NAME, SGLANG_VERSION
 from adaserve.patches.http.routes import REFUSED, ROUTES_ONLY
+from adaserve.sglang_compat import NAME, SGLANG_VERSION
 
 MANAGERS = "sglang.srt.managers"
 OPENAI = "sglang.srt.entrypoints.openai"
@@ -551,7 +551,7 @@ def test_looks_for_grammars_are_counted_and_last_as_they_did() -> None:
 
 
 def test_of_several_outputs_the_last_one_is_sent() -> None:
-    """patches/http/unread_streams.py drops the others."""
+    """patches/http/slow_readers.py drops the others."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     source = inspect.getsource(TokenizerManager._stream_one_response)
@@ -662,7 +662,7 @@ def test_a_moved_target_is_refused_by_name() -> None:
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it has moved: a hook may fit and mean something else."""
-    monkeypatch.setattr(identity, "version", lambda _: "0.5.24")
+    monkeypatch.setattr(sglang_compat, "version", lambda _: "0.5.24")
     with pytest.raises(patches.PatchError, match=r"sglang 0\.5\.24.*pip install sglang==0\.5\.23"):
         patches.apply_all()
 

@@ -19,7 +19,7 @@ from adaserve.engine.request_state import RequestState
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.noise import request_key
-from adaserve.patches.scheduler.dead_ends import TOO_EARLY
+from adaserve.patches.scheduler.no_allowed_token import TOO_EARLY
 from tests.engine.chi_square import chi_square_p
 from tests.engine.trees.factories import (
     VOCABULARY,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from adaserve.bench.jsonl import append_line, read_lines
-from adaserve.host.files import write_json, write_whole
+from adaserve.host.files import write_atomically, write_json
 
 
 def test_a_write_that_breaks_off_leaves_the_earlier_file(
@@ -43,12 +43,12 @@ def test_two_writers_of_one_file_do_not_disturb_each_other(
 
     def late(part: Path, to: Path) -> None:
         monkeypatch.setattr(os, "replace", replace)
-        write_whole(path, second)
+        write_atomically(path, second)
         assert path.read_bytes() == second
         replace(part, to)
 
     monkeypatch.setattr(os, "replace", late)
-    write_whole(path, first)
+    write_atomically(path, first)
     assert path.read_bytes() == first and list(tmp_path.iterdir()) == [path]
 
 
@@ -57,7 +57,7 @@ def test_what_is_no_file_of_its_own_is_written_to(tmp_path: Path) -> None:
     there, link = tmp_path / "there", tmp_path / "link"
     there.write_text("earlier")
     link.symlink_to(there)
-    write_whole(link, b"new")
+    write_atomically(link, b"new")
     assert link.is_symlink() and there.read_bytes() == b"new"
 
 
@@ -73,7 +73,7 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="result"):
-        write_whole(path, b"new")
+        write_atomically(path, b"new")
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"] and path.read_bytes() == b"old"
 
 

@@ -11,7 +11,7 @@ import textwrap
 import psutil
 import pytest
 
-from adaserve.host.lifetime import PARENT_ENV, WHERE_SIGNAL
+from adaserve.host.lifetime import PARENT_ENV
 
 CHILD = (
     "import time; from adaserve.host.lifetime import die_with_parent; die_with_parent(); "
@@ -66,19 +66,3 @@ def test_a_server_does_not_outlive_a_command_that_ended_before_it_was_heeded(
     done = subprocess.run([sys.executable, *command], env=env, capture_output=True, timeout=60, check=False)
     parent.wait()
     assert done.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and not done.stdout, done
-
-
-@pytest.mark.parametrize("started_by_us", [True, False])
-def test_the_signal_is_ours_in_servers_alone(started_by_us: bool) -> None:
-    """A program that embeds SGLang's engine may use it."""
-    code = "import adaserve.host.lifetime as l; l.heed_where_signal(); print('up', flush=True); input()"
-    env = {name: value for name, value in os.environ.items() if name != PARENT_ENV}
-    env |= {PARENT_ENV: "1"} if started_by_us else {}
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env) as process:
-        assert process.stdout is not None and process.stdout.readline()
-        process.send_signal(WHERE_SIGNAL)
-        said = process.communicate(b"\n", timeout=10)[1]
-    assert (b"most recent call first" in said) == started_by_us
-    assert process.returncode == (0 if started_by_us else -WHERE_SIGNAL)

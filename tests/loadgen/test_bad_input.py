@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from adaserve.cli import app
 from adaserve.host.ports import free_port
 from adaserve.loadgen.results import iter_records
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.run_summary import RequestRecord
 
 LOCUSTFILE = Path(__file__).parents[2] / "loadgen" / "locustfile.py"
 

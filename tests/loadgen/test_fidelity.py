@@ -20,7 +20,7 @@ from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, Length
 from adaserve.loadgen.report import write_report
 from adaserve.loadgen.results import iter_records
 from adaserve.loadgen.run_folder import read_run
-from adaserve.slo.metrics import NEVER_SENT, RequestRecord
+from adaserve.slo.run_summary import NEVER_SENT, RequestRecord
 
 
 def load(

@@ -19,7 +19,7 @@ def test_commands_load_no_model_libraries_and_no_gevent() -> None:
 def test_shared_modules_need_only_numpy_yaml_and_pydantic() -> None:
     code = (
         "import sys, importlib; before = set(sys.modules)\n"
-        "for m in ('resolve', 'trace', 'metrics'): importlib.import_module('adaserve.slo.' + m)\n"
+        "for m in ('resolve', 'trace', 'run_summary'): importlib.import_module('adaserve.slo.' + m)\n"
         "top = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
         "print(*sorted(m for m in top if not m.startswith('_')))"
     )

@@ -27,7 +27,7 @@ from adaserve.loadgen.report import build_charts, group_runs, write_report
 from adaserve.loadgen.results import write_summary
 from adaserve.loadgen.run_folder import Run, default_label, read_run
 from adaserve.loadgen.web_tab import display_row
-from adaserve.slo.metrics import RequestRecord, percent
+from adaserve.slo.run_summary import RequestRecord, percent
 
 
 def record(number: int, slo_class: str = "coding", **values: Any) -> RequestRecord:

@@ -18,7 +18,7 @@ from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.recorder import Recorder
 from adaserve.loadgen.results import iter_records
 from adaserve.loadgen.schedule import PlannedRequest
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.run_summary import RequestRecord
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n"
 DONE = b"data: [DONE]\n\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from adaserve.loadgen.recorder import Recorder
 from adaserve.loadgen.web_tab import table_csv
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.run_summary import RequestRecord
 
 
 def test_a_class_with_a_comma_in_its_name_is_one_cell(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from adaserve.pair.eagle import EagleHead, HeadShape, load_head, narrowed, save_
 from adaserve.pair.evaluate import best_shared, best_tau
 from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.model import TinyLlama
-from adaserve.pair.observed import observe
 from adaserve.pair.packed import pack
+from adaserve.pair.target_outputs import target_outputs
 from adaserve.pair.train_head import frequent_tokens, unrolled_loss
 from tests.pair.test_training import TINY, random_model
 
@@ -43,7 +43,7 @@ def test_unrolled_steps_are_those_of_a_draft(target: TinyLlama) -> None:
     """Step k at a token = the target has read all but the last k - 1 tokens, and the head reads these."""
     head = random_head(target)
     tokens = torch.randint(2, TINY.vocab, (3, 11))
-    unrolled = head.unroll(tokens, observe(target, tokens, SHAPE.layers).layers, 4)
+    unrolled = head.unroll(tokens, target_outputs(target, tokens, SHAPE.layers).layers, 4)
     drafter, rows = HeadDrafter(target, head), torch.arange(3)
     for end in (6, 9):
         _, held = drafter.begin(tokens[:, :end], 4)
@@ -93,7 +93,7 @@ def test_the_most_used_heads_are_kept(target: TinyLlama, used: int) -> None:
     head.layer.out.weight.unflatten(1, (2, -1))[:, 1 - used] = 0
     narrow, tokens = narrowed(head, target, 1), torch.randint(2, TINY.vocab, (2, 9))
     assert narrow.shape == SHAPE
-    seen = observe(target, tokens, SHAPE.layers).layers
+    seen = target_outputs(target, tokens, SHAPE.layers).layers
     for one, other in zip(head.unroll(tokens, seen, 3), narrow.unroll(tokens, seen, 3), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -120,7 +120,7 @@ def test_learns_what_the_target_says(target: TinyLlama) -> None:
     losses = []
     for _ in range(60):
         tokens = torch.randint(2, TINY.vocab, (8, 24))
-        loss = unrolled_loss(head, observe(target, tokens, SHAPE.layers), 3)
+        loss = unrolled_loss(head, target_outputs(target, tokens, SHAPE.layers), 3)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

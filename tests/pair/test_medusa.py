@@ -13,7 +13,7 @@ from adaserve.pair.evaluate import load_drafter
 from adaserve.pair.folders import drafts_of
 from adaserve.pair.medusa import MedusaBlocks, MedusaDrafter, heads_loss, save_blocks
 from adaserve.pair.model import TinyLlama
-from adaserve.pair.observed import observe
+from adaserve.pair.target_outputs import target_outputs
 from tests.pair.test_training import TINY, random_model
 
 DEPTH = 3
@@ -35,7 +35,7 @@ def random_blocks(target: TinyLlama) -> MedusaBlocks:
 @torch.no_grad()
 def test_a_level_is_what_one_head_says_behind_the_token_before_the_root(target: TinyLlama) -> None:
     blocks, tokens = random_blocks(target), torch.randint(2, TINY.vocab, (4, 8))
-    states = observe(target, tokens).last[:, -2]
+    states = target_outputs(target, tokens).last[:, -2]
     trees = draft_trees(MedusaDrafter(target, blocks), tokens, depth=DEPTH, w=2, tau=1.0)
     for level, paths in enumerate(trees.paths):
         logits = blocks(states, level)
@@ -63,7 +63,7 @@ def test_they_learn_what_the_target_says_later(target: TinyLlama) -> None:
     """Of one text, by heart."""
     torch.manual_seed(0)
     blocks, tokens = MedusaBlocks(target, 2, 1), torch.randint(2, TINY.vocab, (2, 10))
-    seen = observe(target, tokens)
+    seen = target_outputs(target, tokens)
     optimizer = torch.optim.Adam(blocks.heads.parameters(), lr=1e-2)
     losses = []
     for _ in range(40):

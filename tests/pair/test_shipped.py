@@ -14,7 +14,7 @@ from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import load_drafter, mean_accepted, prompt_batch, tree_samples, write
 from adaserve.pair.folders import HEAD, MEDUSA
 from adaserve.pair.head_drafts import HeadDrafter
-from adaserve.pair.long import long_prompts
+from adaserve.pair.long_context import long_prompts
 from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.shape import DRAFT, MEDUSA_DEPTH, MEDUSA_LAYERS, TARGET
@@ -53,7 +53,7 @@ def test_head_reads_this_target_and_is_accepted(pair: tuple[TinyLlama, TinyLlama
     sharpening = load_sharpening(WEIGHTS / HEAD)
     prompts = prompt_batch(load_tokenizer(WEIGHTS / "target"), "coding", 16, odd=False)
     written = write(target, prompts, 48, 0.7, seed=5)
-    scale, spread = (float(x) for x in sharpening.reading(0.7))
+    scale, spread = (float(x) for x in sharpening.with_shared_noise(0.7))
     samples = tree_samples(drafter, written, w=2, tau=1 / scale, every=8, noise=spread / scale)
     assert mean_accepted(samples) > 2.0
 
@@ -65,7 +65,7 @@ def test_medusa_heads_read_this_target_and_are_accepted(pair: tuple[TinyLlama, T
     assert (drafter.blocks.depth, drafter.blocks.layers) == (MEDUSA_DEPTH, MEDUSA_LAYERS)
     prompts = prompt_batch(load_tokenizer(WEIGHTS / "target"), "chat", 8, odd=False)
     written = write(target, prompts, 32, 0.7, seed=5)
-    scale, spread = (float(x) for x in sharpening.reading(0.7))
+    scale, spread = (float(x) for x in sharpening.with_shared_noise(0.7))
     samples = tree_samples(drafter, written, w=3, tau=1 / scale, every=4, noise=spread / scale)
     assert mean_accepted(samples) > 0.35
 
@@ -83,7 +83,7 @@ def test_draft_is_accepted_and_its_probabilities_are_right(pair: tuple[TinyLlama
     tokenizer = load_tokenizer(WEIGHTS / "target")
     for temperature, least in ((0.0, 3.1), (0.7, 2.1)):
         written = write(target, prompt_batch(tokenizer, "coding", 24, odd=False), 48, temperature, seed=5)
-        scale, spread = (float(x) for x in sharpening.reading(temperature))
+        scale, spread = (float(x) for x in sharpening.with_shared_noise(temperature))
         samples = tree_samples(
             ModelDrafter(draft), written, w=2, tau=1 / scale, every=8, noise=spread / scale
         )

@@ -241,9 +241,9 @@ def test_sharpening_interpolates_and_stays_inside(tmp_path: Path) -> None:
     np.testing.assert_allclose(load_sharpening(tmp_path).tau([0.0, 1.0]), [0.5, 1.0])
     with pytest.raises(ValueError, match="rise"):
         DraftSharpening((1.0, 0.0), (1.0, 0.5))
-    scale, spread = DraftSharpening((0.0,), (1.0,), shared=((0.0, 1.0), (0.4, 0.8), (0.0, 0.9))).reading(
-        [0.0, 0.5, 1.0]
-    )
+    scale, spread = DraftSharpening(
+        (0.0,), (1.0,), shared=((0.0, 1.0), (0.4, 0.8), (0.0, 0.9))
+    ).with_shared_noise([0.0, 0.5, 1.0])
     np.testing.assert_allclose(scale, [2.5, 1 / 0.6, 1.25])
     np.testing.assert_allclose(spread, [0.0, 0.75, 1.125])
 

@@ -21,9 +21,9 @@ from adaserve.config import AdaServeConfig
 from adaserve.pair.eagle import EagleHead, HeadShape, load_head, save_head
 from adaserve.pair.folders import HEAD, PairError, drafts_of
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
-from adaserve.pair.observed import observe
 from adaserve.pair.packed import pack, read_weights, unpack
 from adaserve.pair.shape import TARGET, Shape, hf_config, parse_size, require_family, shape_of
+from adaserve.pair.target_outputs import target_outputs
 from adaserve.pair.widen import (
     LEFT_S,
     HeadSize,
@@ -296,7 +296,7 @@ def test_a_head_reads_the_same_in_the_widened_target(tmp_path: Path) -> None:
     widen(tmp_path / "small", tmp_path / "wide", Width(400_000, extra_layers=2))
     wide = load_hf(tmp_path / "wide")
     with torch.no_grad():
-        expected, got = (observe(model, TOKENS, (0, 1)).layers for model in (small, wide))
+        expected, got = (target_outputs(model, TOKENS, (0, 1)).layers for model in (small, wide))
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-5)
 
 

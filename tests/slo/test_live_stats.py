@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.events import DraftLearning, DraftScores, FinishedRequest, IterationSample, Judged
-from adaserve.slo.forecast import ClassForecast, Forecast
+from adaserve.slo.forecast_report import ClassForecast, Forecast
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.snapshot import LEAST_LOST, build_snapshot
 from adaserve.slo.stats import (

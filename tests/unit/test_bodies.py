@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from adaserve.boundary import RequestError
-from adaserve.boundary.bodies import MAX_VALUES, drop_nulls, require_few_values
+from adaserve.boundary.bodies import drop_nulls, require_few_values
+from adaserve.boundary.limits import MAX_BODY_VALUES
 
 
 @pytest.mark.parametrize(
@@ -19,13 +20,13 @@ from adaserve.boundary.bodies import MAX_VALUES, drop_nulls, require_few_values
         {"input_ids": [1.5] * 70_000},
         {"tokens": [5] * 70_000},
         {"a": {"logit_bias": ["a"] * 70_000}},
-        {"stop": ["a"] * MAX_VALUES},
+        {"stop": ["a"] * MAX_BODY_VALUES},
         {"custom_labels": {str(i): "a" for i in range(70_000)}},
         [[["a"]]] * 40_000,
     ],
 )
 def test_a_body_of_very_many_values_is_refused(body: Any) -> None:
-    with pytest.raises(RequestError, match=f"at most {MAX_VALUES} values"):
+    with pytest.raises(RequestError, match=f"at most {MAX_BODY_VALUES} values"):
         require_few_values(body, "/generate")
 
 
@@ -37,7 +38,7 @@ def test_a_body_of_very_many_values_is_refused(body: Any) -> None:
         {"sampling_params": {"logit_bias": {str(i): 1.0 for i in range(150_000)}}},
         {"text": ["a"] * 4096, "sampling_params": [{"temperature": 1, "stop": "a"}] * 4096},
         {"messages": [{"role": "user", "content": "a"}] * 10_000},
-        {"stop": ["a"] * (MAX_VALUES - 1)}, {}, [],
+        {"stop": ["a"] * (MAX_BODY_VALUES - 1)}, {}, [],
     ],
 )  # fmt: skip
 def test_long_prompts_and_large_batches_are_not(body: Any) -> None:

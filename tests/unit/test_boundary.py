@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from adaserve.boundary import Limits, RequestError, check_logprobs, check_prompt, check_request
 from adaserve.boundary.ambiguity import _Automaton, require_few_ways
 from adaserve.boundary.ebnf import as_regex
-from adaserve.boundary.effort import CHARACTERS, GRAMMAR, MAX_EFFORT, Effort
 from adaserve.boundary.errors import TooLargeError, shown
 from adaserve.boundary.grammar import _require_matchable
+from adaserve.boundary.grammar_budget import CHARACTERS, GRAMMAR, MAX_GRAMMAR_BUDGET, GrammarBudget
 from adaserve.boundary.limits import MAX_SAMPLES, MAX_TOP_LOGPROBS
 
 V = 512
@@ -489,11 +489,11 @@ def test_ordinary_expressions_pass(text: str) -> None:
 
 
 def test_effort_counts_each_grammar_once_with_its_characters_and_may_be_used_up() -> None:
-    effort, text = Effort(), "a" * 2 * CHARACTERS
-    effort.spend(MAX_EFFORT - GRAMMAR - 2)
-    assert [effort.is_new("regex", text) for _ in range(2)] == [True, False]
+    budget, text = GrammarBudget(), "a" * 2 * CHARACTERS
+    budget.spend(MAX_GRAMMAR_BUDGET - GRAMMAR - 2)
+    assert [budget.is_new("regex", text) for _ in range(2)] == [True, False]
     with pytest.raises(RequestError):
-        effort.spend(1)
+        budget.spend(1)
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ def test_effort_counts_each_grammar_once_with_its_characters_and_may_be_used_up(
      ("[\\]{}]b", 2), ("a{0}", 0)],
 )  # fmt: skip
 def test_terms_are_counted_as_they_are_written_out(expression: str, size: int) -> None:
-    assert size <= require_few_ways("regex", expression, Effort()) <= 2 * size
+    assert size <= require_few_ways("regex", expression, GrammarBudget()) <= 2 * size
 
 
 def deep(open_: str, close: str, levels: int) -> str:
@@ -563,15 +563,15 @@ def usual_recursion_limit() -> Iterator[None]:
 def test_what_is_nested_too_deeply_for_python_is_refused(levels: int, usual_recursion_limit: None) -> None:
     """Its parser steps over comments in such an expression, and uses fewer frames than the automaton."""
     with pytest.raises(RequestError, match="regex is nested too deeply"):
-        require_few_ways("regex", "(?x)" + "(#)\n" * levels + ")?" * levels, Effort())
+        require_few_ways("regex", "(?x)" + "(#)\n" * levels + ")?" * levels, GrammarBudget())
 
 
 def test_the_name_of_a_group_holds_no_group() -> None:
     """Looking for its end behind every ``(?<`` takes time with the square of the text."""
-    require_few_ways("regex", "(?<name>a)", Effort())
+    require_few_ways("regex", "(?<name>a)", GrammarBudget())
     for expression in ("(?<na(me>a)", "(?<na)me>a", "(?<)" * 1000):
         with pytest.raises(RequestError, match="regex is not a valid regular expression"):
-            require_few_ways("regex", expression, Effort())
+            require_few_ways("regex", expression, GrammarBudget())
 
 
 @given(st.text(alphabet="ab.?|(){},0123[]^*+", max_size=16), st.text(alphabet="ab", max_size=8))
@@ -665,7 +665,9 @@ def test_a_list_of_a_large_grammar_is_judged_as_a_loop(text: str, refused: bool)
     with pytest.raises(RequestError, match=r"too many ways|at least one") if refused else nullcontext():
         check_request({"input_ids": [1], "sampling_params": {"ebnf": padded(text)}}, LIMITS)
     with pytest.raises(TooLargeError):
-        _require_matchable("ebnf", as_regex("ebnf", padded(text.replace("{0,99}", "{0,2}")), 1), Effort())
+        _require_matchable(
+            "ebnf", as_regex("ebnf", padded(text.replace("{0,99}", "{0,2}")), 1), GrammarBudget()
+        )
 
 
 @pytest.mark.parametrize(

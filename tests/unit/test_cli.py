@@ -24,7 +24,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from adaserve import server
-from adaserve.bench import profile, servers
+from adaserve.bench import profile, start_server
 from adaserve.cli import app
 from adaserve.commands import Commands
 from adaserve.config import ENV, AdaServeConfig, ConfigError
@@ -548,12 +548,15 @@ class Dead(ServerProcess):
 
 
 def test_a_server_that_stops_answering_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "ServerProcess", Dead)
+    monkeypatch.setattr(start_server, "ServerProcess", Dead)
     log = tmp_path / "server.log"
-    with pytest.raises(ServerError, match="it burns") as raised, servers.running(ServerSpec(), log) as one:
+    with (
+        pytest.raises(ServerError, match="it burns") as raised,
+        start_server.running_server(ServerSpec(), log) as one,
+    ):
         one.report()
     assert str(log) in str(raised.value)
-    with pytest.raises(httpx.ConnectError), servers.running(ServerSpec(), log):
+    with pytest.raises(httpx.ConnectError), start_server.running_server(ServerSpec(), log):
         raise GONE  # of another server
 
 
@@ -569,7 +572,7 @@ def test_the_log_of_a_profile_that_failed_can_be_read(
         raise ServerError(f"it ended (full log: {log})")
         yield
 
-    monkeypatch.setattr(profile, "running", failing)
+    monkeypatch.setattr(profile, "running_server", failing)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ServerError):
         profile.run_profile(ServerSpec(), None, Console(quiet=True))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaserve import algorithm, identity, plugin
+from adaserve import algorithm, plugin, sglang_compat
 from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.host.lifetime import PARENT_ENV
-from adaserve.identity import NAME, registration
+from adaserve.sglang_compat import NAME, registration
 
 
 def test_a_failure_to_register_ends_the_start_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,8 +33,8 @@ def test_another_sglang_is_refused_before_anything_is_imported_from_it(
     """It may lack what our modules import, and would then say that instead."""
     monkeypatch.delenv(PARENT_ENV, raising=False)
     monkeypatch.setattr(registration, "failure", None)
-    monkeypatch.setattr(identity, "version", lambda _: "0.6.0")
+    monkeypatch.setattr(sglang_compat, "version", lambda _: "0.6.0")
     monkeypatch.setitem(sys.modules, "adaserve.algorithm", None)
     monkeypatch.delattr("adaserve.algorithm")
-    with pytest.raises(identity.PatchError, match=r"This is sglang 0\.6\.0\. .*pip install sglang=="):
+    with pytest.raises(sglang_compat.PatchError, match=r"This is sglang 0\.6\.0\. .*pip install sglang=="):
         plugin.register()

@@ -257,11 +257,11 @@ class Hanging(ServerSpec):
 
     def command(self) -> list[str]:
         lines = [
-            "import adaserve.host.lifetime as l, threading",
+            "import adaserve.host.signals as s, threading",
             "def waits_for_the_gpu():",
             "    print('hangs', flush=True)",
             "    threading.Event().wait(600)",
-            "l.heed_where_signal()",
+            "s.dump_stacks_on_signal()",
             "waits_for_the_gpu()",
         ]
         return [sys.executable, "-c", "\n".join(lines)]

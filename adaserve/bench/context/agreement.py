@@ -1,6 +1,7 @@
 """How often the embedded pair agrees at long contexts, by what its drafts read.
 
-The target continues long held-out texts with noise that the draft knows, as a server does (`pair/long.py`).
+The target continues long held-out texts with noise that the draft knows, as a server does
+(`pair/long_context.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from adaserve.bench.context.report import Mode
 from adaserve.bench.context.speedup import SINKS
 from adaserve.pair.evaluate import noise_of, write
-from adaserve.pair.long import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
+from adaserve.pair.long_context import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import load_hf
 from adaserve.pair.tokenizer import load_tokenizer
 from adaserve.sharpening import load_sharpening
@@ -51,7 +52,7 @@ def measure_agreement(
 ) -> dict[str, Agreement]:
     """By the mode's name, of trees up to ``deepest`` levels."""
     tokenizer, models = load_tokenizer(target), {True: load_hf(target), False: load_hf(draft)}
-    scale, spread = (float(v) for v in load_sharpening(draft).reading(plan.temperature))
+    scale, spread = (float(v) for v in load_sharpening(draft).with_shared_noise(plan.temperature))
     own = (1.0 / plan.temperature, 1.0) if plan.temperature else (1.0, 0.0)
     found: dict[str, list[Tensor]] = {mode.name: [] for mode in modes}
     steps = len(CATEGORIES) * (1 + len(modes))

@@ -20,8 +20,8 @@ import httpx
 import numpy as np
 from rich.console import Console
 
-from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.client import Ask
+from adaserve.bench.host_contention import HostContention
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded
 from adaserve.config import AdaServeConfig
@@ -36,7 +36,7 @@ from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.simulator.forecast_accuracy import CLOSE
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.classes import SLOConfig
-from adaserve.slo.metrics import PREDICTED, RequestRecord
+from adaserve.slo.run_summary import PREDICTED, RequestRecord
 from adaserve.slo.trace import Trace
 
 LOADS = (1, 2, 4, 8)
@@ -115,7 +115,7 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
     fleet = _fleet(plan)
     _traffic(plan, fleet.url, baseline_ms=30.0)
     plan.out.mkdir(parents=True, exist_ok=True)
-    others = OtherPrograms()
+    others = HostContention()
     with console.status("starting") as status:
         fleet.up(status.update)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from adaserve.bench.gpu_check.findings import Findings
-from adaserve.bench.gpu_check.servers import ADASERVE, PLAIN, POLICIES
+from adaserve.bench.gpu_check.systems import ADASERVE, PLAIN, POLICIES
 
 
 def forget(found: Findings, stage: str) -> set[str]:

@@ -32,19 +32,19 @@ from adaserve.bench.gpu_check.findings import (
     resume,
 )
 from adaserve.bench.gpu_check.mixed import run_mixed
-from adaserve.bench.gpu_check.servers import (
+from adaserve.bench.gpu_check.systems import (
     ADASERVE,
     NONE,
     OWN,
     PLAIN,
     POLICIES,
     SPECULATING,
-    Early,
     Pair,
+    StartedAhead,
     serving,
 )
 from adaserve.bench.gpu_check.targets import targets
-from adaserve.bench.gpu_check.traces import profile
+from adaserve.bench.gpu_check.torch_profiles import profile
 from adaserve.bench.gpu_check.verification import target_ms
 from adaserve.bench.prompts import held_out, that_loop_least
 from adaserve.config import AdaServeConfig
@@ -113,7 +113,7 @@ class Check:
         self._only = self._chosen(only)
         self._again = set(self._only) if again else set()  # what has old results still
         self._together = together
-        self._early: dict[str, Early] = {}
+        self._early: dict[str, StartedAhead] = {}
 
     def _chosen(self, only: Sequence[str]) -> set[str]:
         """Stages, "server:stage". Raises StageError."""
@@ -169,7 +169,7 @@ class Check:
         quiet = Console(quiet=True)  # a terminal shows one at a time
         for kind in kinds:
             server = serving(self.pair, kind, self._log(kind), quiet, self.limit_s)
-            stack.push(early := Early(server))
+            stack.push(early := StartedAhead(server))
             self._early[kind] = early
         with self.console.status(f"starting {', '.join(kinds)}"):
             for early in self._early.values():

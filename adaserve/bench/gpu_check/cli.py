@@ -98,8 +98,8 @@ def gpu_check(
     command with the same --out runs it again. Exit code 3: a target was missed. 2: a stage could not be done.
     """
     from adaserve.bench.gpu_check.check import Check
-    from adaserve.bench.gpu_check.servers import Pair
     from adaserve.bench.gpu_check.shapes import widened_pair
+    from adaserve.bench.gpu_check.systems import Pair
     from adaserve.checkpoints.draft_kind import kind_at
     from adaserve.server import ServerError, ServerSpec, on_cpu, require_models
 
@@ -218,7 +218,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 def _mixed(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
     """The runs with mixed SLOs. Where no request was answered, there is no mean."""
-    from adaserve.slo.metrics import percent
+    from adaserve.slo.run_summary import percent
 
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
         "TPOT\nmet": ("slo_attainment", lambda share: f"{percent(share, 0)}%"),

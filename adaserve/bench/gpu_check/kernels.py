@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from adaserve.bench.gpu_check import sglang_kernels
-from adaserve.bench.gpu_check.early import check_early
+from adaserve.bench.gpu_check.accept_kernels import check_accept
+from adaserve.bench.gpu_check.draft_search import Recorded, check_search
 from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
-from adaserve.bench.gpu_check.search import Recorded, check_search
-from adaserve.bench.gpu_check.unread import check_unread
-from adaserve.bench.gpu_check.walk import check_walk
+from adaserve.bench.gpu_check.follow_kernels import check_follow
+from adaserve.bench.gpu_check.unread_kernel import check_unread
 from adaserve.config import GPU_WIDTH
 from adaserve.engine.beam_levels import Levels
 from adaserve.engine.gpu import noise
@@ -337,7 +337,7 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
     elif name == "layout":
         cases = ((64, 4000, 17), (1, 16_000, 65)) if device == "cuda" else ((5, 90, 17),)
         results = [check_layout(*case, where) for case in cases]
-        results += [check_early(*case, where) for case in ((1, 3), (5, 2), (64, 2))]
+        results += [check_follow(*case, where) for case in ((1, 3), (5, 2), (64, 2))]
         results += [check_unread(*case, where) for case in ((1, 5, 3), (9, 4, 2), (64, 3, 1))]
     elif name == "beams":
         results = [check_beams(*sizes, where) for sizes in ((1, 5, 3), (64, 5, 3), (24, 8, 8))]
@@ -345,7 +345,7 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
     elif name == "moves":
         heads = ((1024,) * 64, (512,) * 16) if device == "cuda" else ((16, 8),)  # of Llama 3.1 8B, 3.2 1B
         results = [check_moves(64 if device == "cuda" else 3, 5, sizes, where) for sizes in heads]
-        results += [check_walk(*case, where) for case in ((1, 15, 5), (64, 15, 5), (5, 90, 8), (3, 1, 1))]
+        results += [check_accept(*case, where) for case in ((1, 15, 5), (64, 15, 5), (5, 90, 8), (3, 1, 1))]
     else:
         results = [check(name, case, where) for case in _cases(name, device, every)]
     right = all(r["right"] for r in results)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adaserve.bench.gpu_check.findings import CheckPlan, Findings
-from adaserve.bench.gpu_check.servers import OWN, PLAIN, POLICIES, SPECULATING
+from adaserve.bench.gpu_check.systems import OWN, PLAIN, POLICIES, SPECULATING
 
 
 def targets(found: Findings, plan: CheckPlan, dry: bool = False) -> list[dict[str, Any]]:

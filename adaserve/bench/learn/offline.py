@@ -29,12 +29,6 @@ from adaserve.bench.display import progress, table
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, Texts
 from adaserve.host.files import write_json
-from adaserve.learning import draft_reading
-from adaserve.learning.draft import DraftCopy
-from adaserve.learning.home import home_records
-from adaserve.learning.losses import CHAIN
-from adaserve.learning.records import Record, kept
-from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
 from adaserve.loadgen.results import provenance
 from adaserve.noise import request_key
 from adaserve.pair.folders import weights_folder
@@ -45,6 +39,13 @@ from adaserve.pair.vocabulary import BOS_ID
 from adaserve.pair.widen import shipped_draft
 from adaserve.sharpening import load_sharpening
 from adaserve.terminal import say
+from adaserve.trainer import sharpening_fit
+from adaserve.trainer.draft import DraftCopy
+from adaserve.trainer.judging import Judgement, Snapshot
+from adaserve.trainer.losses import CHAIN
+from adaserve.trainer.records import Record, kept
+from adaserve.trainer.rehearsal import rehearsal_records
+from adaserve.trainer.trainer import JUDGED, Recipe, Trainer
 
 PROMPT_TOKENS = (24, 100)
 SCORED = 64
@@ -58,7 +59,7 @@ class ErrorsOnly(Trainer):
     """Learns where its own draft is wrong, as the paper's does, and nowhere else."""
 
     def loss_on(self, record: Record, logits: Tensor) -> Tensor:
-        right = guesses(record, logits.detach(), draft_reading.noise_weight(record, self.sharpening))
+        right = guesses(record, logits.detach(), sharpening_fit.noise_weight(record, self.sharpening))
         return super().loss_on(record, logits) * (1 - right)
 
 
@@ -83,7 +84,7 @@ VARIANTS: Mapping[str, Variant] = {
     "no-average": Variant(Recipe(rate=3e-4, ema=0.0)),
     "interval-32": Variant(Recipe(interval=32)),
     "no-replay": Variant(Recipe(replayed=0.0)),
-    "no-home": Variant(Recipe(home=0.0)),
+    "no-home": Variant(Recipe(rehearsal=0.0)),
     "top-32": Variant(top=True),
     "errors": Variant(trainer=ErrorsOnly),
     "mixed": Variant(mixed=True),
@@ -213,7 +214,7 @@ def _trainer(variant: Variant) -> Trainer:
         damage(draft, variant.damage)
     return variant.trainer(
         draft,
-        home_records(draft, str(folder)),
+        rehearsal_records(draft, str(folder)),
         variant.recipe,
         sharpening=load_sharpening(folder),
         replay_bytes=REPLAY_BYTES,
@@ -238,7 +239,7 @@ def counts(trainer: Trainer, draft: Snapshot, records: Sequence[Record]) -> np.n
     found = []
     for record in records:
         (logits,) = trainer.draft.logits([record])
-        found.append(verified(guesses(record, logits, draft_reading.noise_weight(record, sharpening))))
+        found.append(verified(guesses(record, logits, sharpening_fit.noise_weight(record, sharpening))))
     trainer.draft.model.load_state_dict(master)
     return np.array(found)
 
@@ -331,12 +332,12 @@ def mixed_text(
 def guesses(record: Record, logits: Tensor, weight: float) -> Tensor:
     """[n]: 1 where the draft's best token under the record's own noise is the target's, else 0."""
     if record.temperature == 0:
-        return (logits.argmax(-1) == draft_reading.served(record)).float()
-    noise = draft_reading.noise(record, logits.shape[1])
+        return (logits.argmax(-1) == sharpening_fit.served(record)).float()
+    noise = sharpening_fit.noise(record, logits.shape[1])
     drawn = (
-        (draft_reading.target(record) + noise).argmax(-1)
+        (sharpening_fit.target(record) + noise).argmax(-1)
         if record.ids is None
-        else draft_reading.served(record)
+        else sharpening_fit.served(record)
     )
     return ((logits + weight * noise).argmax(-1) == drawn).float()
 

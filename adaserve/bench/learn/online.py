@@ -19,12 +19,12 @@ from rich.console import Console
 from adaserve.bench.client import Ask, Reply, send_in_order
 from adaserve.bench.display import progress, table
 from adaserve.bench.learn.texts import Texts
-from adaserve.bench.servers import running
+from adaserve.bench.start_server import running_server
 from adaserve.host.files import write_json
 from adaserve.loadgen.figures import color, legend, panels, save
 from adaserve.loadgen.results import provenance
 from adaserve.server import ServerProcess, ServerSpec
-from adaserve.slo.metrics import percent
+from adaserve.slo.run_summary import percent
 from adaserve.terminal import say
 
 SETTINGS = {
@@ -89,7 +89,7 @@ def run_learn(spec: ServerSpec, plan: LearnPlan, folder: Path, console: Console)
 
     Raises ServerError."""
     made, texts = provenance(), {domain: Texts(domain, plan.seed) for _, domain in plan.blocks}
-    with running(spec, folder / "server.log", console) as server, progress(console) as bar:
+    with running_server(spec, folder / "server.log", console) as server, progress(console) as bar:
         task = bar.add_task("serving", total=len(plan.blocks))
         blocks: list[Block] = []
         for index, (_, domain) in enumerate(plan.blocks):

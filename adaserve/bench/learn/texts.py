@@ -11,9 +11,9 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
-from adaserve.learning.home import HOME_STEP
 from adaserve.pair.prompts import load_prompts
 from adaserve.server import ServerError
+from adaserve.trainer.rehearsal import REHEARSAL_STEP
 
 PATTERNS = {
     "cpp": ("torch/include/**/*.h",),
@@ -64,8 +64,8 @@ class Texts:
 
 
 def _shipped() -> list[str]:
-    """Prompts that no draft is trained on as home texts."""
-    return [p.text for i, p in enumerate(load_prompts()) if i % HOME_STEP]
+    """Prompts that no draft is trained on as rehearsal texts."""
+    return [p.text for i, p in enumerate(load_prompts()) if i % REHEARSAL_STEP]
 
 
 def _is_text(file: Path) -> bool:

@@ -156,8 +156,8 @@ def run(
 
     Try: adaserve simulate run --trace synthetic:200:4 --policy priced --policy none
     """
+    from adaserve.bench.simulate.cases import check_same_settings
     from adaserve.bench.simulate.grid import Grid, run_and_report
-    from adaserve.bench.study import check_same_settings
 
     grid = Grid(
         trace, policy, model, gpu, tp, profile, kv_tokens, loads, seeds, baseline_ms, slo_config, prefill,
@@ -210,7 +210,7 @@ def capacity(
     from adaserve.host.files import write_json
     from adaserve.scheduler.simulator.capacity import min_replicas
     from adaserve.slo.classes import SLOConfig
-    from adaserve.slo.metrics import percent, summarize
+    from adaserve.slo.run_summary import percent, summarize
 
     with _refusing():
         slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from adaserve.bench.simulate.hardware import PROFILED_CACHE
-from adaserve.bench.simulate.served import served
+from adaserve.bench.simulate.server_defaults import server_defaults
 from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.simulator.paced import PacedReplica, PaceTable, learn_pace
 from adaserve.scheduler.simulator.recorded import RECORDED_TEXT, load_recorded
 from adaserve.scheduler.simulator.run import SimulationConfig, serve, simulate, to_record, violations
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, make_requests
 from adaserve.slo.classes import SLOConfig
-from adaserve.slo.metrics import RequestRecord, summarize
+from adaserve.slo.run_summary import RequestRecord, summarize
 from adaserve.slo.trace import Trace
 
 DETAILED = 3000
@@ -47,7 +47,7 @@ class SimulatedFleet:
         """``recorded``: iterations of replicas, to draw trees from; if they took longer than ``latency``
         says, so will the simulated ones, and prefills take what the recorded ones did. Raises ValueError
         where the policy is unknown, or where the recordings say too little."""
-        config = replace(served(policy, latency, seed, kv_tokens), router=router)
+        config = replace(server_defaults(policy, latency, seed, kv_tokens), router=router)
         text, slowdown = TextModel(), 1.0
         if recorded:
             found = load_recorded(recorded, latency)

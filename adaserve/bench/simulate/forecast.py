@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve.bench.simulate.hardware import Hardware
-from adaserve.bench.simulate.served import served
+from adaserve.bench.simulate.server_defaults import server_defaults
 from adaserve.scheduler.simulator.forecast_accuracy import CLOSE, close_share, predict_requests
 from adaserve.scheduler.simulator.workload import TextModel, make_requests
 from adaserve.slo.classes import SLOConfig
@@ -21,7 +21,7 @@ def forecast_text(
     unknown class."""
     latency = hardware.latency()
     requests = make_requests(trace, SLOConfig(), latency.baseline_s(), text, seed)
-    judged = predict_requests(requests, served(policy, latency, seed, hardware.kv_tokens()))[skip:]
+    judged = predict_requests(requests, server_defaults(policy, latency, seed, hardware.kv_tokens()))[skip:]
     if not judged:
         raise ValueError(f"no request is left after the first {skip}: skip fewer, or give a longer trace")
     delivered = np.array([r.delivered_s for r in judged])

@@ -14,9 +14,9 @@ from pydantic import create_model
 from rich.console import Console
 
 from adaserve.bench.display import progress
+from adaserve.bench.simulate.cases import COMMAND, Case, Setting, markdown, plot_violations, run_grid
 from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.traces import DRAWN, rate_rps, read_workload
-from adaserve.bench.study import COMMAND, Case, Setting, markdown, plot_violations, run_grid
 from adaserve.checked import Checked
 from adaserve.host.files import write_json
 from adaserve.loadgen.results import command_line

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from adaserve.bench.display import progress
 from adaserve.bench.prompts import held_out
-from adaserve.bench.servers import running
 from adaserve.bench.soak.clients import Role
 from adaserve.bench.soak.invariants import (
     TOKENS,
@@ -31,9 +30,10 @@ from adaserve.bench.soak.invariants import (
 from adaserve.bench.soak.mix import CLIENTS, greedy_cases
 from adaserve.bench.soak.processes import ClientProcesses, Victim
 from adaserve.bench.soak.report import Record, record_of, write
-from adaserve.bench.soak.served import ENVIRONMENT, Control, references, soak_spec
+from adaserve.bench.soak.server import ENVIRONMENT, Control, references, soak_spec
 from adaserve.bench.soak.tally import Tally
 from adaserve.bench.soak.watch import Prober, memory
+from adaserve.bench.start_server import running_server
 from adaserve.loadgen.results import provenance
 from adaserve.pair.vocabulary import VOCAB_SIZE
 from adaserve.server import ServerError, ServerProcess
@@ -211,7 +211,7 @@ def run_soak(plan: SoakPlan, out: Path, console: Console) -> Record:
     texts = tuple(held_out(plan.seed)[:TEXTS])
     cases = greedy_cases(texts, plan.seed, plan.cases)
     spec = soak_spec(out, plan.workers, plan.learn, plan.seed)
-    with running(spec, out / "server.log", console, ENVIRONMENT) as server:
+    with running_server(spec, out / "server.log", console, ENVIRONMENT) as server:
         rng = random.Random(plan.seed)
         control = Control(server.url, plan.deadline_s, rng)
         control.set("policy=none")

@@ -16,7 +16,7 @@ from adaserve.slo.classes import DEFAULT_CLASS
 PROBE_S = 3.0
 TITLE = "sglang::"
 """How SGLang names its processes."""
-TRAINER = "adaserve.learning.process"
+TRAINER = "adaserve.trainer.process"
 
 
 def memory(pid: int) -> MemorySample:

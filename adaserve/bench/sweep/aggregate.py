@@ -20,7 +20,7 @@ from adaserve.bench.sweep.plan import Point, SweepError, SweepPlan
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import PLAIN, PUBLISHED, STOCK, default_policy, is_rival
 from adaserve.scheduler.interface import FloatArray
-from adaserve.slo.metrics import RequestRecord, class_summaries, class_summary
+from adaserve.slo.run_summary import RequestRecord, class_summaries, class_summary
 
 OBJECTIVES = ("attained", "met_tpot", "met_ttft")
 _OF_ITERATIONS = frozenset({"depth", "running"})

@@ -13,7 +13,7 @@ from adaserve.bench.sweep.aggregate import Comparison, Results
 from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.plan import Point, SweepError
 from adaserve.bench.sweep.systems import PLAIN, PUBLISHED, is_baseline
-from adaserve.slo.metrics import percent
+from adaserve.slo.run_summary import percent
 
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
 Simulated = Mapping[str, Mapping[str, Mapping[str, float]]]

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from adaserve.bench.sweep.aggregate import Results
-from adaserve.bench.sweep.clock import Clock
+from adaserve.bench.sweep.eta import Eta
 from adaserve.bench.sweep.plan import QUICK_POLICIES, SweepError, SweepPlan
 from adaserve.bench.sweep.report import write_all
 from adaserve.bench.sweep.requests import load_workload
@@ -179,7 +179,7 @@ def _try_to_redraw(folder: Path, readme: Path | None, console: Console) -> None:
 
 def minutes_of(plan: SweepPlan) -> float:
     """A first guess of how long a sweep takes."""
-    cases_s = len(plan.blocks_in_order()) * Clock(plan.seconds).case_s
+    cases_s = len(plan.blocks_in_order()) * Eta(plan.seconds).case_s
     return (SET_UP_S + (COMPARED_S if plan.check_points else 0.0) + cases_s) / 60
 
 

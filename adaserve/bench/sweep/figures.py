@@ -16,7 +16,7 @@ from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import GATE, PLAIN, default_policy, slo_aware
 from adaserve.loadgen.figures import bars, color, legend, panels, percent, save
 from adaserve.scheduler.interface import FloatArray
-from adaserve.slo.metrics import percent as as_percent
+from adaserve.slo.run_summary import percent as as_percent
 
 Curve = Callable[[Outcome], Interval]
 

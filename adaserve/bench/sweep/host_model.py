@@ -14,12 +14,12 @@ from adaserve.bench.sweep.aggregate import Results
 from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import length_of
-from adaserve.bench.sweep.workload import unread
+from adaserve.bench.sweep.workload import uncached_tokens
 from adaserve.scheduler.costs.latency import LatencyModel, StepCost, TableCost
 from adaserve.scheduler.interface import Context
 from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
 from adaserve.scheduler.simulator.workload import TextModel
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.run_summary import RequestRecord
 
 SIZES = np.array(
     [1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 256.0]
@@ -34,7 +34,7 @@ def in_order(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 def lengths_of(ordered: Sequence[RequestRecord]) -> list[tuple[int, int]]:
     """Tokens of each prompt that are not cached, and of each answer."""
     whole = [_lengths(r, ordered) for r in ordered]
-    read = unread((r.session_id, *lengths) for r, lengths in zip(ordered, whole, strict=True))
+    read = uncached_tokens((r.session_id, *lengths) for r, lengths in zip(ordered, whole, strict=True))
     return [(max(1, n), output) for n, (_, output) in zip(read, whole, strict=True)]
 
 

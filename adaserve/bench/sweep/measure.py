@@ -16,14 +16,14 @@ from typing import Any
 
 from rich.console import Console
 
-from adaserve.bench.busy import OtherPrograms
+from adaserve.bench.host_contention import HostContention
 from adaserve.bench.sweep.plan import Case
 from adaserve.host.description import git_sha
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, TraceSpec
 from adaserve.loadgen.results import iter_records
 from adaserve.server import ServerProcess
-from adaserve.slo.metrics import RequestRecord, class_summaries, class_summary, run_duration_s
+from adaserve.slo.run_summary import RequestRecord, class_summaries, class_summary, run_duration_s
 from adaserve.slo.trace import Trace, TraceRow
 
 SILENCE_S = 45.0
@@ -93,7 +93,7 @@ def run_case(
     shutil.rmtree(work, ignore_errors=True)
     before = _report_of(server)
     started, start_s = datetime.now(UTC), time.monotonic()
-    others = OtherPrograms()
+    others = HostContention()
     with (
         time_limit(traffic.limit_s) as rang,
         open(os.devnull, "w") as nowhere,
@@ -150,7 +150,7 @@ def time_limit(seconds: float) -> Iterator[list[bool]]:
 
 def host_load() -> dict[str, float]:
     """How busy the machine is before anything is sent."""
-    others = OtherPrograms()
+    others = HostContention()
     with others.watched():
         time.sleep(0.4)
     return {

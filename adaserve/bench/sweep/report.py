@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve.bench import markdown
-from adaserve.bench.busy import BUSY, SLOW
 from adaserve.bench.display import table
+from adaserve.bench.host_contention import BUSY, SLOW
 from adaserve.bench.sweep.aggregate import Comparison, Key, Outcome, Results
 from adaserve.bench.sweep.claims import fill_readme
 from adaserve.bench.sweep.figures import draw_all
@@ -31,7 +31,7 @@ from adaserve.bench.sweep.systems import (
 from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
 from adaserve.bench.sweep.tuning import chosen_text
 from adaserve.host.files import write_json
-from adaserve.slo.metrics import percent
+from adaserve.slo.run_summary import percent
 
 _TIMES = (
     "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms",

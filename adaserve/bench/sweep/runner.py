@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from adaserve.bench.busy import BUSY, SLOW
 from adaserve.bench.client import Ask, batch
+from adaserve.bench.host_contention import BUSY, SLOW
 from adaserve.bench.jsonl import write_records
 from adaserve.bench.sweep import servers
-from adaserve.bench.sweep.clock import Clock
+from adaserve.bench.sweep.eta import Eta
 from adaserve.bench.sweep.measure import host_load, run_case
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
@@ -32,7 +32,8 @@ from adaserve.loadgen.results import command_line
 from adaserve.pair.prompts import load_prompts
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.classes import TPOT_RANGE_MS
-from adaserve.slo.metrics import INTERRUPTED, RequestRecord, percent
+from adaserve.slo.run_summary import RequestRecord, percent
+from adaserve.slo.validity import INTERRUPTED
 
 ATTEMPTS = 3
 """How often a block is measured while the host is busy or slow, or the load test is not valid; the least
@@ -58,7 +59,7 @@ class Sweep:
     attempts: int = ATTEMPTS
 
     def __post_init__(self) -> None:
-        self.clock, self.patience_s = Clock(self.plan.seconds), PATIENCE_S
+        self.clock, self.patience_s = Eta(self.plan.seconds), PATIENCE_S
 
     def run(self) -> bool:
         """Measures what is missing; True when everything is there. Raises SweepError, ServerError,

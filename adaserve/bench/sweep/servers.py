@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 
 from adaserve.bench.client import Ask, send, stream
-from adaserve.bench.servers import running
+from adaserve.bench.start_server import running_server
 from adaserve.bench.sweep.systems import PLAIN, STOCK, System, system
 from adaserve.server import ServerError, ServerProcess, ServerSpec
-from adaserve.slo.answer_ends import ENV as REPLAY_ENV
+from adaserve.slo.replay_lengths import ENV as REPLAY_ENV
 
 BASELINE_REQUESTS, BASELINE_TOKENS = 7, 48
 PACE_REQUESTS, PACE_TOKENS = 3, 20
@@ -101,7 +101,7 @@ class Servers:
             spec = replace(spec, extra=(*spec.extra, "--enable-priority-scheduling"))
         self.starts += 1
         log = self._work / f"server-{self.starts}-{wanted.server}.log"
-        process = self._open.enter_context(running(spec, log, env={REPLAY_ENV: "1"}))
+        process = self._open.enter_context(running_server(spec, log, env={REPLAY_ENV: "1"}))
         started = self._servers[wanted.server] = _Running(process)
         return started
 

@@ -32,7 +32,7 @@ from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, drawn_difficulty
 from adaserve.slo.classes import seconds
-from adaserve.slo.metrics import RequestRecord, percent
+from adaserve.slo.run_summary import RequestRecord, percent
 
 LIMIT, TOLD = "clairvoyant", "told lengths"
 """What is replayed besides: with every outcome known, and with ``max_tokens`` exactly where answers end."""
@@ -43,7 +43,7 @@ CLOSE_POINTS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class SimulatorCheck:
     """A system at a point, as the engine served it and as the simulator does; attainments are 0 to 1."""
 
     point: Point
@@ -83,7 +83,7 @@ class Simulator:
             return "Drafts are accepted as often as the chains of this sweep were."
         return "No chain played, so the acceptance of drafts is the simulator's default."
 
-    def agreements(self, show: Callable[[str], None] = lambda _: None) -> list[Agreement]:
+    def agreements(self, show: Callable[[str], None] = lambda _: None) -> list[SimulatorCheck]:
         """Every outcome that the simulator knows, and LIMIT and TOLD at each point.
 
         ``show`` gets what is replayed next."""
@@ -93,11 +93,11 @@ class Simulator:
             engine = {n: Block.total(o.blocks.values()) for n, o in here.items()}
             for name, outcome in here.items():
                 show(f"{point.id} {name}")
-                found.append(Agreement(point, name, engine[name], self._replay(outcome)))
+                found.append(SimulatorCheck(point, name, engine[name], self._replay(outcome)))
             if mine := here.get(self._results.default):
                 whole = engine[mine.policy]
-                found.append(Agreement(point, LIMIT, whole, self._replay(mine, LIMIT)))
-                found.append(Agreement(point, TOLD, whole, self._replay(mine, told=True)))
+                found.append(SimulatorCheck(point, LIMIT, whole, self._replay(mine, LIMIT)))
+                found.append(SimulatorCheck(point, TOLD, whole, self._replay(mine, told=True)))
         return found
 
     def _replay(self, outcome: Outcome, policy: str | None = None, told: bool = False) -> Block:
@@ -154,7 +154,7 @@ def sim_requests(records: Sequence[RequestRecord], text: TextModel, seed: int) -
     ]
 
 
-def markdown(found: Sequence[Agreement]) -> str:
+def markdown(found: Sequence[SimulatorCheck]) -> str:
     """One table per point, systems in the engine's order, and how well the orders agree."""
     parts = []
     for point in dict.fromkeys(a.point for a in found):
@@ -170,7 +170,7 @@ def markdown(found: Sequence[Agreement]) -> str:
     return "\n\n".join(parts)
 
 
-def _verdict(here: Sequence[Agreement]) -> str:
+def _verdict(here: Sequence[SimulatorCheck]) -> str:
     real = [a for a in here if a.is_served]
     close = sum(abs(a.points) <= CLOSE_POINTS for a in real)
     pairs = [(a, b) for i, a in enumerate(real) for b in real[i + 1 :]]
@@ -192,7 +192,7 @@ def _verdict(here: Sequence[Agreement]) -> str:
     return text
 
 
-def to_json(found: Sequence[Agreement]) -> list[Mapping[str, Any]]:
+def to_json(found: Sequence[SimulatorCheck]) -> list[Mapping[str, Any]]:
     """For programs."""
     return [
         {

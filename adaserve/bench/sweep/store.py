@@ -16,7 +16,7 @@ from typing import Any
 from adaserve.bench.jsonl import append_line, read_lines
 from adaserve.bench.sweep.plan import SweepError, SweepPlan
 from adaserve.host.files import write_json
-from adaserve.slo.metrics import RequestRecord, read_records
+from adaserve.slo.run_summary import RequestRecord, read_records
 
 SCHEMA_VERSION = 2
 FINISHED = frozenset({"ok", "timeout"})

@@ -159,7 +159,7 @@ def block_of(rows: Sequence[TraceRow], block: int, seconds: float) -> tuple[Trac
     return tuple(replace(r, arrival_s=round(r.arrival_s - start_s, 6)) for r in mine)
 
 
-def unread(requests: Iterable[tuple[str | None, int, int]]) -> list[int]:
+def uncached_tokens(requests: Iterable[tuple[str | None, int, int]]) -> list[int]:
     """Tokens of each prompt that a server has to read: turns of a conversation find those before them in the
     cache. ``requests``, by arrival: conversation, tokens of the prompt, tokens of the answer."""
     cached: dict[str | None, int] = {}
@@ -173,7 +173,7 @@ def unread(requests: Iterable[tuple[str | None, int, int]]) -> list[int]:
 
 def seconds_of_work(rows: Sequence[TraceRow], prefill: PrefillTime, token_s: float) -> float:
     """What a request of these takes on average, when a token of output takes ``token_s``."""
-    read = unread((r.session_id, r.prompt_tokens, r.output_tokens) for r in rows)
+    read = uncached_tokens((r.session_id, r.prompt_tokens, r.output_tokens) for r in rows)
     output = float(np.mean([r.output_tokens for r in rows]))
     return prefill.ms(float(np.mean(read))) / 1e3 + output * token_s
 

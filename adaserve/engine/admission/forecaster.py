@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from adaserve.engine.admission.prefill import PrefillPacer
-from adaserve.patches.scheduler.served_worker import Load
+from adaserve.patches.scheduler.worker_interface import Load
 from adaserve.scheduler.admission.prediction import predicted_wait_s
 from adaserve.scheduler.admission.situation import Situation, WaitingBatch, prefill_s
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.interface import FloatArray
 from adaserve.slo.classes import SLO, SLOConfig, kind_of
-from adaserve.slo.forecast import ClassForecast, Forecast
+from adaserve.slo.forecast_report import ClassForecast, Forecast
 from adaserve.slo.ledger import SLOLedger
 
 LEAST_AGE_S = 1.0

@@ -18,7 +18,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.admission.encoders import tokens_to_encode
 from adaserve.engine.rank_sync import RankSync
 from adaserve.engine.request_state import RequestState, running_batch
-from adaserve.patches.scheduler.served_worker import Load
+from adaserve.patches.scheduler.worker_interface import Load
 from adaserve.scheduler.admission.fairness import HoldBudget, binding_rows
 from adaserve.scheduler.admission.interference import RecentWork
 from adaserve.scheduler.admission.order import looked_at

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 from adaserve.engine.admission.forecaster import Forecaster
-from adaserve.patches.scheduler.served_worker import Load, Refusal
+from adaserve.patches.scheduler.worker_interface import Load, Refusal
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.ledger import SLOLedger
 

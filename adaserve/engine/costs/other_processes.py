@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
-from adaserve.host.load import Look, Processors
+from adaserve.host.cpu_times import CpuTimes, Look
 
 SERVER_EVERY_S = 60.0
 """The server's processes are looked for this often: that reads something of every process of the host, which
@@ -24,7 +24,7 @@ class OtherProcesses:
     """How much other programs use of the processors that this server may use."""
 
     def __init__(self) -> None:
-        self._processors = Processors()
+        self._processors = CpuTimes()
         self._server, self._found_s = _server(), time.perf_counter()
         self._last = self._state()
 

@@ -19,12 +19,12 @@ from adaserve.engine.learning.trainer_link import TrainerLink, bytes_of
 from adaserve.engine.request_state import RequestState
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.errors import UnsupportedError
-from adaserve.learning.draft import File, checked, shapes_of
-from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress
-from adaserve.learning.versions import DamagedError, Versions
 from adaserve.sharpening import DraftSharpening
 from adaserve.slo.events import DraftLearning, Judged
 from adaserve.slo.stats import SLOStats, epoch_s
+from adaserve.trainer.draft import File, checked, shapes_of
+from adaserve.trainer.messages import Answer, Candidate, Hello, Message, Progress
+from adaserve.trainer.versions import DamagedError, Versions
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Learner:
 def require_learnable(model: Any, folder: str, target: str | None) -> None:
     """Raises UnsupportedError where a trainer could not train such a draft, or nothing that it makes could be
     served: otherwise only the log would say so, after a while. Arguments as of ``Learner``."""
-    from adaserve.learning.head import learnable  # with what trains heads
+    from adaserve.trainer.head import learnable  # with what trains heads
 
     try:
         if target is None:

@@ -14,8 +14,8 @@ from adaserve.engine.device import Device
 from adaserve.engine.penalties import has_penalty, stop_tokens
 from adaserve.engine.request_state import DecodeRows, RequestState, temperature_of
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch, path_index
-from adaserve.learning.records import Record, distributions
-from adaserve.learning.shared import Ring
+from adaserve.trainer.records import Record, distributions
+from adaserve.trainer.shared import Ring
 
 MOST_OPEN = 16
 """Requests that are recorded at the same time."""

@@ -21,9 +21,9 @@ import psutil
 
 from adaserve.config import AdaServeConfig
 from adaserve.host.lifetime import PARENT_ENV
-from adaserve.learning.draft import File
-from adaserve.learning.messages import Alive, Candidate, Load, Message, Settings, line, receive, send
-from adaserve.learning.shared import Ring, allocate, memory, shares
+from adaserve.trainer.draft import File
+from adaserve.trainer.messages import Alive, Candidate, Load, Message, Settings, line, receive, send
+from adaserve.trainer.shared import Ring, allocate, memory, shares
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class TrainerLink:
                 None if served is None else served[0],
             )  # fmt: skip
             process = subprocess.Popen(
-                [sys.executable, "-m", "adaserve.learning.process", msgspec.json.encode(settings).decode()],
+                [sys.executable, "-m", "adaserve.trainer.process", msgspec.json.encode(settings).decode()],
                 pass_fds=(ring, weights, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 env={

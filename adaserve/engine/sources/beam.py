@@ -235,7 +235,7 @@ def search_for(
 @lru_cache(maxsize=64)
 def _scale_and_spread(sharpening: DraftSharpening, noisy: bool, temperatures: bytes) -> list[np.ndarray]:
     """float32 [a] each, not to be written: how the logits of requests of these temperatures are read."""
-    read = sharpening.reading if noisy else sharpening.alone
+    read = sharpening.with_shared_noise if noisy else sharpening.without_shared_noise
     return [values.astype(np.float32) for values in read(np.frombuffer(temperatures))]
 
 

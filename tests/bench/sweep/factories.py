@@ -11,7 +11,7 @@ from adaserve.bench.sweep.measure import case_figures
 from adaserve.bench.sweep.plan import Case, SweepPlan
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import family, with_length
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.run_summary import RequestRecord
 
 HEAD: dict[str, Any] = {
     "schema_version": 2,

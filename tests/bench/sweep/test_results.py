@@ -24,7 +24,7 @@ from adaserve.bench.sweep.measure import server_figures, settled
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.report import summary, write_all
 from adaserve.bench.sweep.store import Store
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.run_summary import RequestRecord
 from adaserve.slo.trace import TraceRow
 from tests.bench.sweep.factories import case_line, finished_sweep, request
 

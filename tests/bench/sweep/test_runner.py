@@ -22,7 +22,7 @@ from adaserve.bench.sweep.store import Store, merged
 from adaserve.bench.sweep.systems import STOCK, System
 from adaserve.host.description import describe_host
 from adaserve.server import ServerSpec
-from adaserve.slo.metrics import INTERRUPTED
+from adaserve.slo.validity import INTERRUPTED
 from tests.bench.sweep.factories import HEAD, case_line, request
 
 PLAN = SweepPlan(

@@ -65,7 +65,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
-    monkeypatch.setattr(servers, "running", made.running)
+    monkeypatch.setattr(servers, "running_server", made.running)
     monkeypatch.setattr(servers, "send", lambda url, asks, _: made.sent.append((url, list(asks))))
     monkeypatch.setattr(servers, "stream", made.stream)
     monkeypatch.setattr(httpx, "get", made.get)

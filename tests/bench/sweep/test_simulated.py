@@ -16,8 +16,8 @@ from adaserve.bench.sweep.plan import Point, SweepPlan
 from adaserve.bench.sweep.simulated import (
     LIMIT,
     TOLD,
-    Agreement,
     Simulator,
+    SimulatorCheck,
     markdown,
     sim_requests,
     to_json,
@@ -208,9 +208,9 @@ def test_every_system_is_replayed_and_the_limit_with_them(tmp_path: Path) -> Non
 
 
 def test_what_agrees_and_what_is_in_the_same_order_is_counted() -> None:
-    def row(policy: str, engine: float, simulated: float) -> Agreement:
+    def row(policy: str, engine: float, simulated: float) -> SimulatorCheck:
         made, told = (Block(100, 100 * v, 0, 100 * v, 100) for v in (engine, simulated))
-        return Agreement(Point(0.6), policy, made, told)
+        return SimulatorCheck(Point(0.6), policy, made, told)
 
     text = markdown([row("a", 0.9, 0.94), row("b", 0.6, 0.7), row("c", 0.58, 0.75), row("d", 0.2, 0.8)])
     # b and c are too close in the engine to have an order; the simulator has d above b and c.

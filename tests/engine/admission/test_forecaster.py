@@ -13,7 +13,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.admission.forecaster import Forecaster
 from adaserve.engine.admission.prefill import PrefillPacer
 from adaserve.engine.request_state import RequestState
-from adaserve.patches.scheduler.served_worker import Load
+from adaserve.patches.scheduler.worker_interface import Load
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.slo.classes import SLOClass, SLOConfig

@@ -28,7 +28,7 @@ from adaserve.engine.costs.cost_monitor import (
 )
 from adaserve.engine.costs.measure import Grid
 from adaserve.engine.costs.other_processes import OtherProcesses
-from adaserve.host import load
+from adaserve.host import cpu_times
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TableCost
 from adaserve.scheduler.costs.learned import LearnedCosts, known_sizes
 from adaserve.scheduler.costs.profile import Profile
@@ -386,8 +386,8 @@ def test_processes_that_come_and_go_are_no_load_of_others(monkeypatch: pytest.Mo
     def cores(percpu: bool) -> list[SimpleNamespace]:
         return [SimpleNamespace(user=worked_s)]
 
-    monkeypatch.setattr(load, "_own_processors", lambda: {0})
-    monkeypatch.setattr(load, "least_quota", lambda: None)
+    monkeypatch.setattr(cpu_times, "_own_processors", lambda: {0})
+    monkeypatch.setattr(cpu_times, "least_quota", lambda: None)
     monkeypatch.setattr(other_processes, "_server", family)
     monkeypatch.setattr(other_processes.psutil, "cpu_times", cores)
     monkeypatch.setattr(other_processes.time, "perf_counter", lambda: now_s)
@@ -420,8 +420,8 @@ def test_a_full_disk_keeps_what_was_kept_and_nothing_else(
 
 
 def test_a_host_that_loses_cores_or_tells_nothing_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "_own_processors", lambda: {0, 3})
-    monkeypatch.setattr(load, "least_quota", lambda: None)
+    monkeypatch.setattr(cpu_times, "_own_processors", lambda: {0, 3})
+    monkeypatch.setattr(cpu_times, "least_quota", lambda: None)
     monkeypatch.setattr(other_processes, "_server", list)
     told = [SimpleNamespace(user=10.0)]
     monkeypatch.setattr(other_processes.psutil, "cpu_times", lambda percpu: told)

@@ -148,7 +148,7 @@ def logprobs_of(case: Setting, row: int, path: tuple[int, ...]) -> torch.Tensor:
         hidden[..., known:, SINKS : LENGTHS[row] - case.recent[row]] = -torch.inf
     with torch.no_grad():
         logits = case.hf(text, attention_mask=hidden).logits[0, -1:]
-    transform = SHARPENING.reading if case.rows.noisy else SHARPENING.alone
+    transform = SHARPENING.with_shared_noise if case.rows.noisy else SHARPENING.without_shared_noise
     scale, spread = transform(TEMPERATURES[row : row + 1])
     position = np.array([LENGTHS[row] + len(path)])
     key = np.array([row + 1], np.uint64)

@@ -6,11 +6,11 @@ from tests.engine.gpu.scripts import python
 
 CHECK = """
 import torch
-from adaserve.bench.gpu_check.walk import check_walk
+from adaserve.bench.gpu_check.accept_kernels import check_accept
 
 accepted = 0
 for case in ((1, 15, 5), (64, 15, 5), (5, 90, 8), (3, 1, 1), (2, 40, 20), (1, 0, 3)):
-    found = check_walk(*case, torch.device("cpu"))
+    found = check_accept(*case, torch.device("cpu"))
     assert found["right"], found
     accepted += found["accepted"]
 assert accepted > 60

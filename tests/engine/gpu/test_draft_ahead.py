@@ -172,10 +172,10 @@ def test_not_where_something_has_to_be_read_first() -> None:
 
 KERNELS = """
 import torch
-from adaserve.bench.gpu_check.early import check_early
+from adaserve.bench.gpu_check.follow_kernels import check_follow
 
 for sizes in ((1, 3), (5, 2), (9, 4)):
-    found = check_early(*sizes, torch.device("cpu"))
+    found = check_follow(*sizes, torch.device("cpu"))
     assert found["right"], found
 """
 

@@ -301,7 +301,7 @@ def test_everything() -> None:
 
 KERNELS = """
 import torch
-from adaserve.bench.gpu_check.unread import check_unread
+from adaserve.bench.gpu_check.unread_kernel import check_unread
 
 for sizes in ((1, 1, 1), (1, 5, 3), (5, 4, 2), (9, 3, 8)):
     found = check_unread(*sizes, torch.device("cpu"))

@@ -18,10 +18,10 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.learning.learner import Learner, _Offer, is_tight, require_learnable
 from adaserve.engine.request_state import RequestState
 from adaserve.errors import UnsupportedError
-from adaserve.learning.draft import to_bytes
-from adaserve.learning.messages import Answer, Candidate, Progress
 from adaserve.sharpening import Correction, DraftSharpening
 from adaserve.slo.events import DraftLearning
+from adaserve.trainer.draft import to_bytes
+from adaserve.trainer.messages import Answer, Candidate, Progress
 
 
 def test_a_draft_whose_training_would_be_in_vain_is_refused(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def trainer_of(server: Server) -> psutil.Process:
     assert server.pid is not None
     children = psutil.Process(server.pid).children(recursive=True)
     alive = [c for c in children if c.status() != psutil.STATUS_ZOMBIE]
-    (trainer,) = [c for c in alive if "adaserve.learning.process" in c.cmdline()]
+    (trainer,) = [c for c in alive if "adaserve.trainer.process" in c.cmdline()]
     return trainer
 
 

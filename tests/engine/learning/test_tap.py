@@ -16,10 +16,10 @@ from adaserve.engine.learning.tap import LEAST_POSITIONS, MOST_OPEN, MOST_STATE,
 from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.transfer import QueuedCopy, put
 from adaserve.engine.trees import verify
-from adaserve.learning import draft_reading
-from adaserve.learning.records import Record
-from adaserve.learning.shared import Ring, allocate
 from adaserve.noise import gumbel
+from adaserve.trainer import sharpening_fit
+from adaserve.trainer.records import Record
+from adaserve.trainer.shared import Ring, allocate
 from tests.engine.trees.factories import (
     FakeModel,
     decode_rows,
@@ -116,7 +116,7 @@ def test_every_accepted_position_is_written_down_once(ring: tuple[Ring, Ring]) -
         assert len(record) > 12, "nothing was ever accepted"
         at = record.tokens[record.start : record.start + len(record)]
         expected = torch.log_softmax(service.target.table[torch.from_numpy(at.astype(np.int64))], -1)
-        assert torch.allclose(draft_reading.target(record), expected, atol=0.02)
+        assert torch.allclose(sharpening_fit.target(record), expected, atol=0.02)
         assert record.temperature == 0
 
 
@@ -274,7 +274,7 @@ def test_a_long_text_is_cut(ring: tuple[Ring, Ring], monkeypatch: pytest.MonkeyP
     assert record.start == 2 and record.tokens[:2].tolist() == [5, 6]
     assert 12 <= len(record) < 12 + 5 and record.start + len(record) + 1 == len(record.tokens)
     drawn_by = gumbel(np.full(len(record), 7, np.uint64), 4 + np.arange(len(record)), 23)
-    assert (draft_reading.noise(record, 23).numpy() == drawn_by).all(), "noise of other positions"
+    assert (sharpening_fit.noise(record, 23).numpy() == drawn_by).all(), "noise of other positions"
 
 
 def test_a_server_without_a_tokenizer_knows_the_ends_of_texts(ring: tuple[Ring, Ring]) -> None:

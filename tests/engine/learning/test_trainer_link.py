@@ -28,9 +28,9 @@ from adaserve.engine.learning.trainer_link import (
     stand_back,
     starves,
 )
-from adaserve.learning.draft import to_bytes
-from adaserve.learning.messages import Candidate, Hello, Progress, line, send
 from adaserve.sharpening import Correction
+from adaserve.trainer.draft import to_bytes
+from adaserve.trainer.messages import Candidate, Hello, Progress, line, send
 
 
 @pytest.fixture

@@ -199,9 +199,9 @@ def probed(base: type) -> type:
             """What a trainer that has gone mad would offer."""
             import torch
 
-            from adaserve.learning.draft import to_bytes
-            from adaserve.learning.messages import Candidate
             from adaserve.sharpening import Correction
+            from adaserve.trainer.draft import to_bytes
+            from adaserve.trainer.messages import Candidate
 
             self.stats["poisoned"] = True
             learner = self.learner

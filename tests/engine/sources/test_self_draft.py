@@ -99,10 +99,10 @@ def test_no_deeper_than_the_drafter_goes() -> None:
 def test_draws_are_read_as_the_target_reads_them() -> None:
     """The noise weighs what the temperature gives it, so the best token is the one that is drawn."""
     for temperature in (0.1, 0.8, 1.5):
-        scale, spread = SHARPENING.reading(temperature)
+        scale, spread = SHARPENING.with_shared_noise(temperature)
         assert spread / scale == pytest.approx(temperature)
-        assert SHARPENING.alone(temperature)[0] == pytest.approx(1 / temperature)
-    assert SHARPENING.reading(0.0)[1] == 0.0
+        assert SHARPENING.without_shared_noise(temperature)[0] == pytest.approx(1 / temperature)
+    assert SHARPENING.with_shared_noise(0.0)[1] == 0.0
 
 
 def test_its_draft_steps_are_not_counted_as_the_targets() -> None:

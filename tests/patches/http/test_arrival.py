@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve.patches.http.boundary import BELIEVED_DELAY_S, arrival
+from adaserve.patches.http.validation import BELIEVED_DELAY_S, arrival
 
 NOW = 5000.0
 

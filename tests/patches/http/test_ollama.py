@@ -12,8 +12,8 @@ from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from adaserve.boundary import Limits, RequestError, check_request
-from adaserve.patches.http.boundary import STARTED
 from adaserve.patches.http.ollama import _ollama, _ollama_options, _ollama_stream
+from adaserve.patches.http.validation import STARTED
 
 
 @pytest.mark.parametrize("incremental", [False, True])

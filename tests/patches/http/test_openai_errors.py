@@ -15,8 +15,8 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from adaserve.patches.http.boundary import _grammar_of_tools, _keep_converted
 from adaserve.patches.http.openai_errors import in_shape, mount
+from adaserve.patches.http.validation import _grammar_of_tools, _keep_converted
 
 FLAT = {
     "object": "error",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adaserve.boundary import RequestError
-from adaserve.patches.http.boundary import _check_tokens, _logprobs
+from adaserve.patches.http.validation import _check_tokens, _logprobs
 
 CONTEXT = 8192
 
@@ -63,7 +63,7 @@ def test_what_came_before_in_a_session_counts(monkeypatch: pytest.MonkeyPatch) -
     check(5, few, logprob_start_len=8000, top_logprobs_num=1024, **TURN)
     check(5, few, logprob_start_len=-1, top_logprobs_num=1024, **TURN)
     repeats = contextvars.ContextVar("repeats", default=True)
-    monkeypatch.setattr("adaserve.patches.http.boundary.REPEATS", repeats)
+    monkeypatch.setattr("adaserve.patches.http.validation.REPEATS", repeats)
     with pytest.raises(RequestError, match="65536, got 9 at each of 8192 tokens; more are possible"):
         check(5, few, logprob_start_len=0, top_logprobs_num=8, **TURN)
     check(5, few, logprob_start_len=0, top_logprobs_num=6, **TURN)
@@ -71,7 +71,7 @@ def test_what_came_before_in_a_session_counts(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_stream_that_repeats_them_holds_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     repeats = contextvars.ContextVar("repeats", default=True)
-    monkeypatch.setattr("adaserve.patches.http.boundary.REPEATS", repeats)
+    monkeypatch.setattr("adaserve.patches.http.validation.REPEATS", repeats)
     check(100, {"max_new_tokens": 2000}, logprob_start_len=0, top_logprobs_num=20)
     with pytest.raises(RequestError, match="65536, got 9 at each of 8000 tokens; more are possible"):
         check(7990, {"max_new_tokens": 10}, logprob_start_len=0, top_logprobs_num=8)

@@ -14,8 +14,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from adaserve.boundary.limits import MAX_BATCH
 from adaserve.config import ENV, AdaServeConfig, slo_classes
 from adaserve.patches.http import slo_requests
-from adaserve.patches.http.boundary import asks_for_health
 from adaserve.patches.http.slo_requests import _any_request, _native_request, _response
+from adaserve.patches.http.validation import asks_for_health
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import START_PARAMS, START_TEXT, WIRE_KEY, RequestSLO
 

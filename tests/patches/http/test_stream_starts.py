@@ -14,8 +14,8 @@ from sglang.srt.entrypoints.request_headers import apply_header_overrides
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from adaserve.boundary import RequestError
-from adaserve.patches.http.boundary import REPEATS, _every_request
 from adaserve.patches.http.stream_starts import _openai_stream, native_response
+from adaserve.patches.http.validation import REPEATS, _every_request
 
 
 def serve_natively(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:

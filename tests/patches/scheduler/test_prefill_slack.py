@@ -20,7 +20,7 @@ from adaserve.engine.admission.prefill import PrefillPacer
 from adaserve.engine.rank_sync import Agreement
 from adaserve.engine.request_state import RequestState, running_batch
 from adaserve.patches.scheduler import prefill_slack
-from adaserve.patches.scheduler.served_worker import Load
+from adaserve.patches.scheduler.worker_interface import Load
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import (

@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from adaserve.patches.scheduler.replayed_answers import _ended
-from adaserve.slo.answer_ends import ANSWER_TOKENS
+from adaserve.slo.replay_lengths import ANSWER_TOKENS
 
 
 def ended(sizes: list[int], answer_tokens: Any, max_tokens: int = 512) -> tuple[Any, int]:

@@ -16,8 +16,8 @@ from adaserve.engine.admission import shedding
 from adaserve.engine.admission.shedding import MOST_JUDGED, Shedder
 from adaserve.patches.http import load_headers
 from adaserve.patches.http.load_headers import LoadHeaders, as_json, as_text, orca_metrics
-from adaserve.patches.scheduler.served_worker import Load
 from adaserve.patches.scheduler.shedding import _with_refusals
+from adaserve.patches.scheduler.worker_interface import Load
 from adaserve.slo.classes import SLO, SLOClass, SLOConfig
 
 NOW = 100.0

@@ -1,0 +1,24 @@
+"""How long the rest of a sweep will take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Eta:
+    """All cases take equally long: their arrivals, and what came on top on average."""
+
+    arrivals_s: float
+    overhead_s: float = 12.0  # a first guess
+    seen: int = 0
+
+    @property
+    def case_s(self) -> float:
+        """What a case is expected to take."""
+        return self.arrivals_s + self.overhead_s
+
+    def learn(self, took_s: float) -> None:
+        """Of a case that has ended."""
+        self.seen += 1
+        self.overhead_s += (max(0.0, took_s - self.arrivals_s) - self.overhead_s) / self.seen
