@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -151,7 +152,6 @@ class AdaServeConfig(Checked):
     )
     learn_device: str = Field(
         default="cpu",
-        pattern=r"^(cpu|cuda(:\d+)?)$",
         description="where the draft is trained: cpu (one thread, in spare time), or a GPU such as cuda:1",
     )
     learn_rate: float = Field(default=6e-4, gt=0, lt=1, description="learning rate of AdamW")
@@ -249,6 +249,13 @@ class AdaServeConfig(Checked):
                 f"{1 << 20} recent tokens"
             )
         return number
+
+    @field_validator("learn_device")
+    @classmethod
+    def _cpu_or_gpu(cls, device: str) -> str:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise ConfigError(f"is {shown(device)}: it should be cpu, or a GPU such as cuda:1")
+        return device
 
     @field_validator("second_draft")
     @classmethod

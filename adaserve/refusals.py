@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from uvicorn.config import LOG_LEVELS
 
 from adaserve.checkpoints.draft_kind import other_size, read_config
@@ -75,9 +76,13 @@ def _of_drafts(args: Any, config: AdaServeConfig) -> Refusals:
         "--draft-window a number of recent tokens, or use --policy priced",
     )
     yield (
-        config.learn and config.learn_device != "cpu" and not on_device(args.device),
-        "a CPU host has no GPU to train drafts on: leave --adaserve-learn-device out",
+        config.learn and not _is_there(config.learn_device),
+        f"there is no {config.learn_device} to train drafts on: give another --adaserve-learn-device",
     )
+
+
+def _is_there(device: str) -> bool:
+    return device == "cpu" or (torch.device(device).index or 0) < torch.cuda.device_count()
 
 
 def _of_vocabularies(args: Any, config: AdaServeConfig) -> Refusals:

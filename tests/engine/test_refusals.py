@@ -92,10 +92,13 @@ def test_a_draft_learns_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for ranks in ({"dp_size": 2}, {"tp_size": 2, "device": "cuda"}):
         with pytest.raises(ValueError, match="of a single rank: use --dp-size 1 and --tp-size 1, or leave"):
             refuse_unsupported(arguments(**ranks), AdaServeConfig(learn=True))
-    on_gpu = AdaServeConfig(learn=True, learn_device="cuda:1")
-    refuse_unsupported(arguments(device="cuda"), on_gpu)
-    with pytest.raises(ValueError, match="has no GPU to train drafts on: leave --adaserve-learn-device out"):
-        refuse_unsupported(arguments(), on_gpu)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for device in ("cuda", "cuda:1"):
+        refuse_unsupported(arguments(device="cuda"), AdaServeConfig(learn=True, learn_device=device))
+    with pytest.raises(ValueError, match="no cuda:2 to train drafts on: give another --adaserve-learn-device"):
+        refuse_unsupported(arguments(), AdaServeConfig(learn=True, learn_device="cuda:2"))
+    with pytest.raises(ValueError, match="learn_device is 'gpu': it should be cpu, or a GPU such as cuda:1"):
+        AdaServeConfig(learn_device="gpu")
 
 
 @pytest.mark.parametrize("drafts", ["model", "self,suffix"])
