@@ -10,7 +10,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from adaserve.checkpoints.draft_kind import kind_at
-from adaserve.config import GPU_WIDTH, MOST_RUNNING, AdaServeConfig, settle_classes
+from adaserve.config import GPU_WIDTH, MAX_RUNNING, AdaServeConfig, settle_classes
 from adaserve.host.device import ATTENTION_BACKEND, on_device
 from adaserve.patches import require_applied
 from adaserve.refusals import refuse_unsupported
@@ -50,7 +50,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         server_args.disable_hybrid_swa_memory = True  # layers with windows have their KV where the others do
         leave_graphs_to_us(server_args, config)
         if server_args.max_running_requests is None:
-            server_args.max_running_requests = MOST_RUNNING
+            server_args.max_running_requests = MAX_RUNNING
 
 
 def settle_width(config: AdaServeConfig, device: object) -> AdaServeConfig:

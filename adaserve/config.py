@@ -33,7 +33,7 @@ PREFILLS = ("slack", "exclusive")
 DRAFTS = ("model", "self", "suffix")
 AUTO_WINDOWS = (0, 256, 64)
 """What the policy chooses among with ``draft_window`` auto."""
-MOST_RUNNING = 64
+MAX_RUNNING = 64
 """Requests that a server runs at once, unless ``--max-running-requests`` says otherwise."""
 CPU_WIDTH, GPU_WIDTH = 3, 8
 """W_max unless ``--max-width`` says otherwise. With an H200's costs and one request, eight beams give 6% more
@@ -239,13 +239,13 @@ class AdaServeConfig(Checked):
     @field_validator("draft_window", mode="before")
     @classmethod
     def _auto_or_tokens(cls, value: Any) -> Any:
-        from adaserve.scheduler.interface import LEAST_WINDOW
+        from adaserve.scheduler.interface import MIN_WINDOW
 
         number = int(value) if isinstance(value, str) and value.isdigit() else value
         whole = isinstance(number, int) and not isinstance(number, bool)
-        if number != "auto" and not (whole and (number == 0 or LEAST_WINDOW <= number <= 1 << 20)):
+        if number != "auto" and not (whole and (number == 0 or MIN_WINDOW <= number <= 1 << 20)):
             raise ConfigError(
-                f"is {shown(value)}: it should be auto, 0 (the whole context), or {LEAST_WINDOW} to "
+                f"is {shown(value)}: it should be auto, 0 (the whole context), or {MIN_WINDOW} to "
                 f"{1 << 20} recent tokens"
             )
         return number

@@ -27,7 +27,7 @@ from adaserve.slo.classes import (
 )
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, token
-_MOST_MS = TPOT_RANGE_MS[1]
+_MAX_MS = TPOT_RANGE_MS[1]
 Api = Literal["completions", "chat", "generate"]
 SLOHeaders = Literal["both", "ms", "class", "none"]
 Numbers = Annotated[dict[str, Positive], must("be categories with numbers")]
@@ -172,7 +172,7 @@ class BenchConfig(Setting):
     max_requests: Count | None = None
     warmup_s: Amount = 0.0
     seed: Whole = 0
-    baseline_ms: Annotated[Positive, Field(le=_MOST_MS), must(f"be at most {_MOST_MS:g}")] | None = None
+    baseline_ms: Annotated[Positive, Field(le=_MAX_MS), must(f"be at most {_MAX_MS:g}")] | None = None
     prompts: Text | None = None
     chars_per_token: Numbers = Field(default_factory=dict)
     tokenizer: Text | None = None  # Hugging Face folder or name, for exact prompt lengths

@@ -199,7 +199,7 @@ _TIMESPEC = struct.Struct("@qq")
 _OLDEST_S = 1.0  # an older time stamp means that the wall clock was set
 
 
-_MOST_BYTES = 64 * 1024 * 1024  # of an answer
+_MAX_BYTES = 64 * 1024 * 1024  # of an answer
 
 
 class EndlessError(Exception):
@@ -233,8 +233,8 @@ class _TimedSocket:
         """Raises EndlessError."""
         data = self._recv(size)
         self._received += len(data)
-        if self._received > _MOST_BYTES:
-            raise EndlessError(f"the answer is longer than {_MOST_BYTES >> 20} MiB")
+        if self._received > _MAX_BYTES:
+            raise EndlessError(f"the answer is longer than {_MAX_BYTES >> 20} MiB")
         if self.at_s - self._sent_s > self._most_s:
             raise EndlessError(f"timeout: the answer did not end within {self._most_s:g} s")
         return data

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from adaserve.scheduler.costs.latency import LatencyModel, default_latency
 from adaserve.scheduler.costs.learned import LearnedCosts
-from adaserve.scheduler.interface import LEAST_WINDOW
+from adaserve.scheduler.interface import MIN_WINDOW
 
 KNEE = 1.5
 """If no budget is given, B is how many tokens can be verified in this many times the time of a few."""
@@ -75,8 +75,8 @@ class PolicyConfig:
         for name in ("c1", "turbo_k_max"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if not self.draft_windows or any(0 < w < LEAST_WINDOW or w < 0 for w in self.draft_windows):
-            raise ValueError(f"draft_windows must be 0 or at least {LEAST_WINDOW}, got {self.draft_windows}")
+        if not self.draft_windows or any(0 < w < MIN_WINDOW or w < 0 for w in self.draft_windows):
+            raise ValueError(f"draft_windows must be 0 or at least {MIN_WINDOW}, got {self.draft_windows}")
         if len(self.draft_windows) > 1 and self.draft_windows[0] != 0:
             raise ValueError(f"the first of several draft_windows must be 0, got {self.draft_windows}")
         if not self.fixed_branching or min(self.fixed_branching) < 1:

@@ -31,7 +31,7 @@ MODEL, SECOND_MODEL = 1, 2
 DRAFTED = MODEL | SECOND_MODEL
 """Nodes that draft steps made. All other bits belong to the driver."""
 
-LEAST_WINDOW = 16
+MIN_WINDOW = 16
 """A draft step reads at least this many recent tokens: those that a draft model catches up on are among
 them."""
 
@@ -140,7 +140,7 @@ class Draft:
     """Rows that draft steps are made for, [n]; None = all. The other rows have only offered candidates."""
     window: IntArray | None = None
     """How many of the most recent cached tokens draft steps read of each row, besides its first ``sinks``,
-    [n]; 0 = all cached tokens, otherwise at least ``LEAST_WINDOW``. None = 0 for every row."""
+    [n]; 0 = all cached tokens, otherwise at least ``MIN_WINDOW``. None = 0 for every row."""
     sinks: int = 0
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from adaserve.checkpoints.medusa import MedusaHeads
+from adaserve.engine.cpu.draft_heads import HeadForward
 from adaserve.engine.cpu.forwards import CpuForward, LlamaForward
-from adaserve.engine.cpu.heads import HeadForward
 from adaserve.engine.cpu.linear import Storage, draft_storage
 from adaserve.engine.cpu.llama import LlamaModel
 from adaserve.engine.cpu.medusa import MedusaForward

@@ -27,7 +27,7 @@ import typer
 from adaserve.bench import markdown
 from adaserve.host.description import describe_host
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.costs.latency import LatencyModel, TableCost
+from adaserve.scheduler.costs.latency import LatencyModel, TabulatedCost
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.selection import parent_kept
@@ -36,8 +36,10 @@ SIZES = ((8, 64), (16, 128), (32, 256), (64, 512), (128, 1024), (256, 2048), (51
 COLD_BATCHES = (1, 4, 8, 16, 32)
 BATCHES = (1, 2, 4, 8, 24, 32)
 PAIR = LatencyModel(
-    draft=TableCost((1.0, 8.0, 16.0, 32.0, 64.0), (6e-4, 7e-4, 8e-4, 1e-3, 1.5e-3)),
-    verify=TableCost((1.0, 4.0, 8.0, 13.0, 16.0, 32.0), (9.7e-3, 13.7e-3, 13.7e-3, 16.7e-3, 21e-3, 41e-3)),
+    draft=TabulatedCost((1.0, 8.0, 16.0, 32.0, 64.0), (6e-4, 7e-4, 8e-4, 1e-3, 1.5e-3)),
+    verify=TabulatedCost(
+        (1.0, 4.0, 8.0, 13.0, 16.0, 32.0), (9.7e-3, 13.7e-3, 13.7e-3, 16.7e-3, 21e-3, 41e-3)
+    ),
     overhead_s=1e-3,
 )
 """Latencies of the embedded pair on two cores."""

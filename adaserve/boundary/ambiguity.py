@@ -14,7 +14,7 @@ from typing import Any
 
 from adaserve.boundary.ebnf import AGAIN
 from adaserve.boundary.errors import RequestError, TooLargeError
-from adaserve.boundary.grammar_budget import GrammarBudget
+from adaserve.boundary.grammar_check_budget import GrammarBudget
 from adaserve.boundary.limits import MAX_GRAMMAR_SIZE
 
 MAX_PLACES = 32

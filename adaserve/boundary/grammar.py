@@ -17,7 +17,7 @@ from typing import Any
 from adaserve.boundary.ambiguity import MAX_PLACES, REPEATS, SINGLE, UNBOUNDED, require_few_ways
 from adaserve.boundary.ebnf import as_regex
 from adaserve.boundary.errors import RequestError, TooLargeError, shown
-from adaserve.boundary.grammar_budget import SCHEMA, GrammarBudget
+from adaserve.boundary.grammar_check_budget import SCHEMA, GrammarBudget
 from adaserve.boundary.limits import (
     INT64_MAX,
     MAX_GRAMMAR_CHARACTERS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from adaserve.boundary.grammar_budget import GrammarBudget
+from adaserve.boundary.grammar_check_budget import GrammarBudget
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaserve.boundary.errors import RequestError, shown
-from adaserve.boundary.grammar_budget import GrammarBudget
+from adaserve.boundary.grammar_check_budget import GrammarBudget
 from adaserve.boundary.limits import (
     INT32_MAX,
     INT64_MAX,

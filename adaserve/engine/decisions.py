@@ -14,7 +14,7 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
-from adaserve.scheduler.replay import RecordedPrefill, Recorder
+from adaserve.scheduler.iteration_recording import RecordedPrefill, Recorder
 from adaserve.scheduler.selection import everything
 
 

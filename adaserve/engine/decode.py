@@ -18,13 +18,13 @@ from adaserve.engine.device import Device, Mark, Run
 from adaserve.engine.dry_run import dry_run
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
-from adaserve.engine.kv_caches import KVCaches
+from adaserve.engine.kv_compaction import KVCompactor
 from adaserve.engine.learning.learner import Learner
 from adaserve.engine.learning.tap import Tap
 from adaserve.engine.logits import logprobs
 from adaserve.engine.penalties import Penalties
 from adaserve.engine.queued_ahead import DraftAhead, TakenDraft
-from adaserve.engine.request_state import Asked, DecodeRows, RequestState
+from adaserve.engine.request_state import BatchRequests, DecodeRows, RequestState
 from adaserve.engine.requests import Requests, rows_of_pool
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sources.source import PendingProposal, TreeSource
@@ -63,7 +63,7 @@ class DecodeLoop:
 
     device: Device
     sources: Sequence[TreeSource]
-    caches: KVCaches
+    caches: KVCompactor
     requests: Requests
     decisions: Decisions
     tap: Tap
@@ -97,7 +97,7 @@ class DecodeLoop:
         """
         pool_rows = rows_of_pool(batch)
         states = self.requests.at(pool_rows.tolist())
-        settings, asked = sampling.Settings.of(batch.reqs), Asked.of(batch.reqs, states)
+        settings, asked = sampling.Settings.of(batch.reqs), BatchRequests.of(batch.reqs, states)
         self._take_runs()  # what drafts have read in prefills is no part of this iteration
         behind, drawn = self._hear(batch, asked, settings, grammar_barrier)
         if self.learner is not None:
@@ -148,7 +148,9 @@ class DecodeLoop:
             self.settle()
         return result
 
-    def _rows(self, batch: Any, pool_rows: np.ndarray, asked: Asked, ahead: TakenDraft | None) -> DecodeRows:
+    def _rows(
+        self, batch: Any, pool_rows: np.ndarray, asked: BatchRequests, ahead: TakenDraft | None
+    ) -> DecodeRows:
         states, info = asked.states, batch.sampling_info
         generated = np.array([len(s.generated) for s in states], np.int64)
         cached = asked.prompt_tokens + generated - 1  # all but the last one
@@ -233,7 +235,7 @@ class DecodeLoop:
     def _hear(
         self,
         batch: Any,
-        asked: Asked,
+        asked: BatchRequests,
         settings: sampling.Settings,
         grammar_barrier: Callable[[], None] | None,
     ) -> tuple[Mark | None, torch.Tensor | None]:
@@ -253,7 +255,9 @@ class DecodeLoop:
             grammar_barrier()  # the same for matchers, which SGLang advances
         return behind, drawn
 
-    def _goes_ahead(self, last: Iteration, batch: Any, asked: Asked, settings: sampling.Settings) -> bool:
+    def _goes_ahead(
+        self, last: Iteration, batch: Any, asked: BatchRequests, settings: sampling.Settings
+    ) -> bool:
         """Whether an iteration is queued before the host knows the outcome of the last one. Both verify only
         roots, so each request gets one token. Which token that is matters only for the forward, which reads
         it on the device."""

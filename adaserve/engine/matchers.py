@@ -16,7 +16,7 @@ from torch import Tensor
 BITS = 32
 """Tokens per word of a packed mask."""
 
-MOST_SPELLINGS = 32
+MAX_SPELLINGS = 32
 """Tokens that may be allowed where text is forced: beginnings of one token, so there are few."""
 
 
@@ -131,10 +131,10 @@ def forced(grammar: Any, spelling: Sequence[bytes], depth: int, mask: Tensor) ->
 def _few_allowed(words: np.ndarray) -> list[int]:
     """Tokens that a mask allows; none where they are too many."""
     some = np.flatnonzero(words)
-    if len(some) > MOST_SPELLINGS:
+    if len(some) > MAX_SPELLINGS:
         return []
     place, bit = np.nonzero(words[some, None] >> np.arange(BITS) & 1)
-    return [] if len(place) > MOST_SPELLINGS else (some[place] * BITS + bit).tolist()
+    return [] if len(place) > MAX_SPELLINGS else (some[place] * BITS + bit).tolist()
 
 
 def _spelled(tokens: Sequence[int], spelling: Sequence[bytes]) -> ForcedToken | None:

@@ -103,7 +103,7 @@ def expected_tokens(state: RequestState, lengths: OutputLengths) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BatchRequests:
     """What n requests ask for. It is known before an iteration's outcome is, which only adds tokens."""
 
     reqs: Sequence[Any]  # SGLang's
@@ -120,7 +120,7 @@ class Asked:
     expects: bool  # whether a client said how long its answer will be
 
     @classmethod
-    def of(cls, reqs: Sequence[Any], states: list[RequestState]) -> Asked:
+    def of(cls, reqs: Sequence[Any], states: list[RequestState]) -> BatchRequests:
         deepest = [
             0 if r.grammar is not None else deepest_allowed(r, s) for r, s in zip(reqs, states, strict=True)
         ]
@@ -169,4 +169,4 @@ class Asked:
 def running_batch(reqs: Sequence[Any], states: list[RequestState], lengths: OutputLengths) -> RunningBatch:
     """Requests as far as their SLOs and lengths go: none has anything cached, or may have a tree."""
     generated = np.array([len(s.generated) for s in states], np.int64)
-    return Asked.of(reqs, states).running(generated, np.zeros_like(generated), 0, lengths)
+    return BatchRequests.of(reqs, states).running(generated, np.zeros_like(generated), 0, lengths)

@@ -29,7 +29,7 @@ from adaserve.engine.decisions import Decisions
 from adaserve.engine.decode import DecodeLoop, Publish
 from adaserve.engine.device import Device
 from adaserve.engine.iteration import counts_by_source, sample_of
-from adaserve.engine.kv_caches import KVCaches
+from adaserve.engine.kv_compaction import KVCompactor
 from adaserve.engine.learning.learner import Learner
 from adaserve.engine.learning.swap import Swap
 from adaserve.engine.learning.tap import Tap
@@ -48,7 +48,7 @@ from adaserve.patches.start.kv_sizing import draft_paths
 from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import IterationOutcome
-from adaserve.scheduler.replay import Recorder
+from adaserve.scheduler.iteration_recording import Recorder
 from adaserve.sglang_compat import ensure_registered
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
@@ -120,7 +120,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.loop = DecodeLoop(
             device=device,
             sources=sources,
-            caches=KVCaches(device, pools, table),
+            caches=KVCompactor(device, pools, table),
             requests=self._requests,
             decisions=Decisions(self.policies, rank_sync, Recorder(Path(records)) if records else None),
             tap=tap,

@@ -30,13 +30,13 @@ GRACE_S = 120
 """Seconds that requests in flight have to end when the fleet stops."""
 
 LAST_PORT = 65535
-LEAST_LIFE_S = 30.0
+MIN_LIFE_S = 30.0
 """What dies sooner after its start has failed: it is not started again at once."""
 
 RETRY_S = 300.0
 """Between the starts of a replica that fails, while others serve: a start takes much of their processors."""
 
-MOST_LOG_BYTES = 64 << 20
+MAX_LOG_BYTES = 64 << 20
 """Of a log that is written. The health checks of the router alone bring some 10 MB a day."""
 
 BASELINE_FLAGS = ("--baseline-ms", "--adaserve-baseline-ms")
@@ -345,7 +345,7 @@ def _log(logs: Path, kind: str, port: int) -> Path:
 def _died_soon(process: ServerProcess, started_s: float) -> bool:
     """Whether it failed soon after its start. A process that was told to end, and ended in order, has not
     failed."""
-    return process.code != 0 and time.monotonic() < started_s + LEAST_LIFE_S
+    return process.code != 0 and time.monotonic() < started_s + MIN_LIFE_S
 
 
 def _failed(what: str, process: ServerProcess) -> str:
@@ -366,7 +366,7 @@ def _limit(log: Path) -> None:
     """Moves a large log to ``NAME.earlier.log``, in place of the previous one, and empties it. Its writer
     appends, so it goes on at the new end."""
     with suppress(OSError):  # it was removed, or the disk is full
-        if log.stat().st_size > MOST_LOG_BYTES:
+        if log.stat().st_size > MAX_LOG_BYTES:
             shutil.copyfile(log, log.with_suffix(".earlier.log"))
             os.truncate(log, 0)
 

@@ -39,7 +39,7 @@ REPORTED = (0.0, 0.7, 1.0)
 DEPTH, WIDTHS = 4, (1, 2, 3)
 CONTEXTS, WINDOWS, LONG_TEMPERATURES = (1024, MAX_CONTEXT_TOKENS), (0, 256), (0.0, 0.8)
 _LONG_NEW, _SINKS = 96, 4
-_MOST_LONG = 8
+_MAX_LONG = 8
 """Long texts of a category, however many rows are asked for: the prompts hold no more of the longest ones."""
 _PROMPT_TOKENS = {"coding": 96, "chat": 14, "summarization": 256}
 _TAUS = np.geomspace(0.15, 1.6, 40)
@@ -248,7 +248,7 @@ class Evaluation:
         scale, spread = (float(x) for x in sharpening.with_shared_noise(temperature))
         ranked: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
         predicted: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
-        rows = min(max(2, self.rows // 8), _MOST_LONG)
+        rows = min(max(2, self.rows // 8), _MAX_LONG)
         for category in LONG_TEXTS:
             prompts = long_prompts(self.tokenizer, category, rows, context - _LONG_NEW)
             written = write(self.target, prompts, _LONG_NEW, temperature, seed=self.seed)

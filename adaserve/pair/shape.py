@@ -43,7 +43,7 @@ TARGET = Shape()
 DRAFT = replace(TARGET, layers=2, mlp=512)
 MEDUSA_DEPTH, MEDUSA_LAYERS = 4, 2
 HEAD_VOCABULARY, HEAD_MLP, HEAD_KV_HEADS = 2048, 256, 1
-LEAST_SIZE = 100_000
+MIN_SIZE = 100_000
 """Parameters. The pair that ships has more, and a smaller size leaves any pair as it is."""
 _UNITS = {"K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
 
@@ -119,6 +119,6 @@ def parse_size(size: int | str) -> int:
         parameters = int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
     except (ValueError, OverflowError):
         parameters = 0
-    if parameters < LEAST_SIZE:
+    if parameters < MIN_SIZE:
         raise PairError(f"{size!r} is not a model size: write a number of parameters, such as 100M or 1.5B")
     return parameters

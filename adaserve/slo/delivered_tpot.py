@@ -23,7 +23,7 @@ the past alone. With 0.3 predictions are a little better, but routers need the l
 FADES_S = 10.0
 """Without requests that finish, the past counts less and less; this is the time constant."""
 
-LEAST_TOKENS = 8
+MIN_TOKENS = 8
 """The TPOT of a shorter answer says little."""
 
 
@@ -37,7 +37,7 @@ class DeliveredTPOT:
 
     def add(self, slo: SLO, tokens: int, tpot_s: float, by_load_s: float, now_s: float) -> None:
         """A request has finished. ``by_load_s``: the TPOT that the load alone predicted at its arrival."""
-        if tokens < LEAST_TOKENS or tpot_s <= 0 or by_load_s <= 0:
+        if tokens < MIN_TOKENS or tpot_s <= 0 or by_load_s <= 0:
             return
         got, said = math.log(tpot_s), math.log(by_load_s)
         for kind in {slo.kind, slo.slo_class}:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from adaserve.slo.events import STAGES, DraftLearning, FinishedRequest, IterationSample
-from adaserve.slo.forecast_report import Forecast
+from adaserve.slo.forecast_types import Forecast
 from adaserve.slo.run_summary import RATIO_EDGES
 
 _TTFT_EDGES = (0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)

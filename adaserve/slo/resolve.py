@@ -72,8 +72,8 @@ SPECULATION_KEY = "adaserve_speculation"
 LEARN_KEY = "adaserve_learn"
 OWN_KEYS = ("slo_class", "slo_tpot_ms", "slo_ttft_ms", SPECULATION_KEY, LEARN_KEY)
 """What ``custom_params`` may hold of ours. All that begins like them and is none of them is refused."""
-MOST_SPECULATION = 64
-MOST_OSL = 1 << 20
+MAX_SPECULATION = 64
+MAX_OSL = 1 << 20
 PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)
 WIRE_KEY = "adaserve_slo"
 """Where the resolved SLO stands in ``custom_params`` on its way to the scheduler."""
@@ -187,7 +187,7 @@ class FromHeaders:
             x_baseline=cls.x_baseline if tpot_ms is None else None,
             tenant=self.tenant,
             speculation=_first(speculation, self.speculation),
-            osl=_integer("nvext.agent_hints.osl", hints.get("osl"), (1, MOST_OSL)),
+            osl=_integer("nvext.agent_hints.osl", hints.get("osl"), (1, MAX_OSL)),
             priority=_first(priority, self.priority),
             learn=self.learn and _may_learn(params),
             stated=own_ms or name is not None,
@@ -295,9 +295,9 @@ def _speculation(where: str, value: Any) -> int | None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     text = value if isinstance(value, str) else ""
     number = value if whole else 0 if text == "off" else int(text) if _COUNT.fullmatch(text) else -1
-    if not 0 <= number <= MOST_SPECULATION:
+    if not 0 <= number <= MAX_SPECULATION:
         raise SLOError(
-            f'{where} is {shown(value)}: expected "off" or a number of tokens, 0 to {MOST_SPECULATION}'
+            f'{where} is {shown(value)}: expected "off" or a number of tokens, 0 to {MAX_SPECULATION}'
         )
     return number
 

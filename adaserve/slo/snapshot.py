@@ -14,7 +14,7 @@ import numpy as np
 
 from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS
 from adaserve.slo.events import READING, DraftLearning, IterationSample
-from adaserve.slo.forecast_report import ClassForecast, Forecast
+from adaserve.slo.forecast_types import ClassForecast, Forecast
 from adaserve.slo.stats import (
     BUCKET_S,
     HISTORY_S,
@@ -31,7 +31,7 @@ WINDOW_S = 60.0
 """Current figures are over this long; the history shows how they got there."""
 SMOOTHING = 5
 """Buckets that a point of tokens per second is over: requests report their tokens when they finish."""
-LEAST_LOST = 10
+MIN_LOST = 10
 """So many requests without an SLO are worth a note."""
 FRESH_S = 5.0
 """An idle scheduler reports no iterations. Figures older than this are no longer shown as current."""
@@ -193,7 +193,7 @@ def _learning_notes(ranks: Sequence[RankState]) -> list[str]:
 def _lost_slos(ranks: Sequence[RankState]) -> list[str]:
     """A sentence when SLOs seem to get lost on their way here."""
     stated, without = sum(r.stated for r in ranks), sum(r.routed_without for r in ranks)
-    if not stated or without < LEAST_LOST:
+    if not stated or without < MIN_LOST:
         return []
     return [
         f"{without} requests came through a router without an SLO, while {stated} requests stated one: if "

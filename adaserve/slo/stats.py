@@ -16,7 +16,7 @@ import msgspec
 
 from adaserve.slo.classes import SLOConfig, to_ms
 from adaserve.slo.events import READING, STAGES, DraftLearning, FinishedRequest, IterationSample
-from adaserve.slo.forecast_report import Forecast
+from adaserve.slo.forecast_types import Forecast
 from adaserve.slo.prometheus import ServerMetrics
 
 PUBLISHED_AT_ONCE = 8

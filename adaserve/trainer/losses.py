@@ -20,7 +20,7 @@ CHAIN = 4
 """Tokens of the chain of drafts that acceptance is told for."""
 _LEAST = 1e-6
 """Probability of all tokens that are not kept, at the least."""
-_LEAST_LOG = -60.0
+_MIN_LOG = -60.0
 """Log-probabilities below this are taken for it: their inverse must be a float32."""
 _LK_DECAY = 1.0
 
@@ -37,7 +37,7 @@ def agreement(p: Tensor, q: Tensor) -> Tensor:
     It is ``1 / sum_j max(p_j / p_i, q_j / q_i)``. In the order of falling ``p_j / q_j``, outcomes up to i
     contribute ``p_j / p_i`` and later ones ``q_j / q_i``, so two running sums do.
     """
-    p, q = p.clamp(min=_LEAST_LOG), q.clamp(min=_LEAST_LOG)
+    p, q = p.clamp(min=_MIN_LOG), q.clamp(min=_MIN_LOG)
     order = (p - q).argsort(-1, descending=True)
     p, q = p.gather(-1, order), q.gather(-1, order)
     up_to = p.exp().cumsum(-1)

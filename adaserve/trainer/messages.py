@@ -83,7 +83,7 @@ class Settings(msgspec.Struct):
 Message = Hello | Progress | Candidate | Answer | Load | Alive
 _DECODER = msgspec.json.Decoder(Message)
 _ENCODER = msgspec.json.Encoder()
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 """Of a packet: more than Linux lets anybody send."""
 
 
@@ -102,7 +102,7 @@ def receive(end: socket.socket) -> Message | None:
 
     Raises EOFError or OSError when the other side is gone, DecodeError for what is no message."""
     try:
-        packet = end.recv(_MOST_BYTES, socket.MSG_DONTWAIT)
+        packet = end.recv(_MAX_BYTES, socket.MSG_DONTWAIT)
     except BlockingIOError:
         return None
     if not packet:

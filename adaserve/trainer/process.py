@@ -18,7 +18,7 @@ import torch
 from adaserve.host.lifetime import die_with_parent
 from adaserve.sharpening import load_sharpening
 from adaserve.trainer.draft import DraftCopy, checked, to_bytes
-from adaserve.trainer.head import HeadCopy
+from adaserve.trainer.draft_head import HeadCopy
 from adaserve.trainer.judging import Judgement, Snapshot
 from adaserve.trainer.messages import (
     Alive,
@@ -33,7 +33,7 @@ from adaserve.trainer.messages import (
 )
 from adaserve.trainer.records import Newest, Record
 from adaserve.trainer.rehearsal import rehearsal_records
-from adaserve.trainer.shared import Ring, memory, shares
+from adaserve.trainer.shared_memory import Ring, memory, shares
 from adaserve.trainer.trainer import JUDGED, Recipe, Trainer
 from adaserve.trainer.versions import Version, Versions, fingerprint_of
 
@@ -44,7 +44,7 @@ BUSY_S = 2.0
 """A server that has said that it is busy says so again within this time, or has nothing to do any more."""
 SPARE = 0.5
 """A piece of work that got less of a processor than this found the host busy."""
-REST, MOST_REST_S = 3.0, 30.0
+REST, MAX_REST_S = 3.0, 30.0
 """On a busy host the trainer waits so many times as long as a piece of work took, at most the second."""
 
 
@@ -54,7 +54,7 @@ def rest_s(worked_s: float, used_s: float) -> float:
     Even a thread that gives way at once costs those that it gives way to something, since its data took the
     place of theirs in the caches. So on a host without spare capacity it must hardly ever run.
     """
-    return min(REST * worked_s, MOST_REST_S) if used_s < SPARE * worked_s else 0.0
+    return min(REST * worked_s, MAX_REST_S) if used_s < SPARE * worked_s else 0.0
 
 
 class Process:

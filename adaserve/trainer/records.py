@@ -12,7 +12,7 @@ from torch import Tensor
 FULL_VOCABULARY = 8192
 """Up to this many tokens a distribution is kept whole; above, the likeliest ``TOP`` and what is left."""
 TOP = 32
-LEAST_LOG = -6e4
+MIN_LOG = -6e4
 """Log-probabilities below this are taken for it: float16 ends near it, and no loss is a number with -inf."""
 
 _HEADER = struct.Struct("<iiiiiiidQ")
@@ -116,4 +116,4 @@ def kept(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.n
 
 
 def _halves(logprobs: Tensor) -> Tensor:
-    return logprobs.clamp(min=LEAST_LOG).half()
+    return logprobs.clamp(min=MIN_LOG).half()

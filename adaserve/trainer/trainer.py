@@ -18,7 +18,7 @@ from torch import Tensor
 from adaserve.sharpening import Correction, DraftSharpening
 from adaserve.trainer import losses, sharpening_fit
 from adaserve.trainer.draft import DraftCopy
-from adaserve.trainer.head import HeadCopy
+from adaserve.trainer.draft_head import HeadCopy
 from adaserve.trainer.judging import Judgement, Snapshot, verdict
 from adaserve.trainer.records import Newest, Record
 

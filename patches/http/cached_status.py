@@ -27,7 +27,7 @@ from adaserve.scheduler.admission.fairness import HoldBudget
 
 SERVER_INFO = ("/server_info", "/get_server_info")
 METRICS = ("/metrics",)
-SHARE, MOST_S = 0.1, 1.0
+SHARE, MAX_S = 0.1, 1.0
 """Of the time, that the answers of a route may take; and how much of it may be saved up."""
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -88,7 +88,7 @@ class CachedAnswers:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._app, self._read, self._clock = app, read, clock
-        self._budget, self._one_by_one = HoldBudget(SHARE, MOST_S), asyncio.Lock()
+        self._budget, self._one_by_one = HoldBudget(SHARE, MAX_S), asyncio.Lock()
         self._kept: dict[Headers, list[Message]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

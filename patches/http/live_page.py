@@ -24,7 +24,7 @@ def mount(app: Any) -> None:
     page.mount(app, snapshot)
 
 
-LEAST_AGE_S = 1.0
+MIN_AGE_S = 1.0
 """A snapshot is kept this long, because the schedulers stand still while they report their state."""
 
 PATIENCE_S = 5.0
@@ -52,7 +52,7 @@ async def snapshot(request: Request) -> dict[str, Any]:
         and not admin_access.has_admin_key(request, keys.admin_api_key)
     ):
         raise HTTPException(401, "this needs the server's admin key")
-    if time.monotonic() - _latest.made_s >= LEAST_AGE_S:
+    if time.monotonic() - _latest.made_s >= MIN_AGE_S:
         await _renewed()
     return _latest.snapshot
 

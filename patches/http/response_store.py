@@ -20,7 +20,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.boundary import RequestError
 from adaserve.patches import hook
 
-MOST_CHARACTERS = 1 << 26
+MAX_CHARACTERS = 1 << 26
 """Of all responses that are kept, and as many of their conversations; for each HTTP process."""
 
 _read: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("adaserve_read", default=None)
@@ -46,7 +46,7 @@ class Kept(dict[str, Any]):
         super().__setitem__(key, value)
         self._sizes[key] = size
         self._held += size
-        while self._held > MOST_CHARACTERS and len(self) > 1:
+        while self._held > MAX_CHARACTERS and len(self) > 1:
             oldest = next(iter(self))
             self.pop(oldest)
             if self.twin is not None:

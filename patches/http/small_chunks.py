@@ -15,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.patches import hook
 
 FREE_CHUNKS = 1024
-LEAST_BYTES = 32
+MIN_BYTES = 32
 """Of a chunk on average, where a body has more than the free ones."""
 
 
@@ -40,6 +40,6 @@ class FewChunks(h11.Connection):
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_end
             self._bytes += len(event.data)
-            if self._chunks > FREE_CHUNKS and self._bytes < LEAST_BYTES * self._chunks:
+            if self._chunks > FREE_CHUNKS and self._bytes < MIN_BYTES * self._chunks:
                 raise h11.RemoteProtocolError("the body has too many tiny chunks")
         return event

@@ -26,8 +26,8 @@ from adaserve.host.cores import usable_cores
 from adaserve.host.device import on_device
 from adaserve.patches import hook
 
-MOST_GRAMMARS = 1024
-MOST_BYTES = 256 << 20
+MAX_GRAMMARS = 1024
+MAX_BYTES = 256 << 20
 """Of all that are kept. One that is used stays in memory as long as it is, kept or not."""
 
 NICE = 10
@@ -74,7 +74,7 @@ def _limit_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:
     from xgrammar import GrammarCompiler
 
     backend.grammar_compiler = GrammarCompiler(
-        backend._tokenizer_info, max_threads=_threads(), cache_limit_bytes=MOST_BYTES
+        backend._tokenizer_info, max_threads=_threads(), cache_limit_bytes=MAX_BYTES
     )
 
 
@@ -116,7 +116,7 @@ def _keep(original: Callable[..., None], backend: Any, key: tuple[str, str], gra
         del sizes[gone]
     original(backend, key, grammar)
     sizes[key] = _size(key, grammar)
-    while len(sizes) > MOST_GRAMMARS or sum(sizes.values()) > MOST_BYTES:
+    while len(sizes) > MAX_GRAMMARS or sum(sizes.values()) > MAX_BYTES:
         oldest = next(iter(backend.cache))
         del backend.cache[oldest], sizes[oldest]
 

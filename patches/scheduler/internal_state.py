@@ -21,9 +21,9 @@ from adaserve.patches.scheduler.worker_interface import WorkerInterface, worker_
 
 MODES: dict[str, str | None] = {**{name: name for name in PREFILLS}, "default": None}
 DRAFTS = ("first", "held", "present")
-MOST_MS = 1e6
+MAX_MS = 1e6
 """As of --baseline-ms."""
-MOST_NUMBER = 1 << 53
+MAX_NUMBER = 1 << 53
 """Above it a number in JSON may be another one than was meant."""
 KNOWN = (
     f"adaserve_policy=NAME, adaserve_prefill={'|'.join(MODES)}, adaserve_draft={'|'.join(DRAFTS)}, "
@@ -82,12 +82,12 @@ def change_of(worker: WorkerInterface, key: str, value: float) -> Callable[[], o
             raise ValueError("no draft learns here: start the server with --learn")
         return partial(worker.learner.serve, name)
     if key == "adaserve_baseline_ms":
-        if not 0 < value < MOST_MS:
-            raise ValueError(f"{key} is {value}: it should be above 0 and below {MOST_MS:.0f}")
+        if not 0 < value < MAX_MS:
+            raise ValueError(f"{key} is {value}: it should be above 0 and below {MAX_MS:.0f}")
         return partial(worker.fix_baseline, value / 1e3)
     if key == "adaserve_next_request":
-        if not (0 <= value < MOST_NUMBER and value == int(value)):
-            raise ValueError(f"{key} is {value}: it should be a whole number from 0 to {MOST_NUMBER - 1}")
+        if not (0 <= value < MAX_NUMBER and value == int(value)):
+            raise ValueError(f"{key} is {value}: it should be a whole number from 0 to {MAX_NUMBER - 1}")
         return partial(worker.number_requests, int(value))
     raise ValueError(f"{shown(key)} is not a setting that can be changed: these are {KNOWN}")
 

@@ -26,7 +26,7 @@ SECTION = "slo"
 
 
 class SLOLoadSnapshot(LoadSnapshot, omit_defaults=True):  # type: ignore[misc, call-arg]
-    """SGLang's snapshot and a forecast, as ``adaserve.slo.forecast_report.Forecast`` in JSON values."""
+    """SGLang's snapshot and a forecast, as ``adaserve.slo.forecast_types.Forecast`` in JSON values."""
 
     slo: dict[str, Any] | None = None
 

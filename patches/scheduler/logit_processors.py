@@ -27,7 +27,7 @@ logger = logging.getLogger("adaserve")
 REQUEST = "__req__"
 """Under this name SGLang adds the request to the ``custom_params`` that a processor is given."""
 
-MOST_KEPT = 64
+MAX_KEPT = 64
 """Processors that were read and are kept, besides those of running requests."""
 
 
@@ -41,7 +41,7 @@ def register() -> None:
 
 def keeping_few(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """The function under SGLang's cache, which has no limit, with one that has."""
-    return lru_cache(MOST_KEPT)(inspect.unwrap(read))
+    return lru_cache(MAX_KEPT)(inspect.unwrap(read))
 
 
 def _in_prefills(_: Callable[..., None], logits: Tensor, info: Any, *__: Any, **___: Any) -> None:

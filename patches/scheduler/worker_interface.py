@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from adaserve.scheduler.admission.prefill import PrefillPlan
 from adaserve.scheduler.interface import Policy
-from adaserve.slo.forecast_report import Forecast
+from adaserve.slo.forecast_types import Forecast
 from adaserve.slo.ledger import SLOLedger
 
 

@@ -8,7 +8,7 @@ from adaserve.scheduler.admission.gate_loops import admitted, group_ends
 from adaserve.scheduler.admission.situation import Situation, until_read_s
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray
 
-LEAST_HEADROOM = 0.8
+MIN_HEADROOM = 0.8
 HEADROOM_PER_LATE = 0.05
 """A prompt whose TTFT SLO is nearly due is given up if starting it would leave the tightest running TPOT SLO
 with too little headroom. The limit is the first number, plus the second for every late prompt that waits, but
@@ -64,7 +64,7 @@ def held_back(situation: Situation, order: IntArray) -> BoolArray:
     When its prefill and those before it would need ``GATE_CLAIM`` of the time that is left until its aim (its
     TTFT SLO, or ``patience_s``), a prompt no longer waits for that. Without ``lost_every_s`` it starts then.
     With it, a prompt must not make others miss their SLO for the sake of its own: it still needs the headroom
-    of ``LEAST_HEADROOM``, and once it is lost ``LOST_HEADROOM``. One without a TTFT SLO loses nothing by
+    of ``MIN_HEADROOM``, and once it is lost ``LOST_HEADROOM``. One without a TTFT SLO loses nothing by
     waiting, so it always waits for ``gate``.
     """
     config, waiting, interference = situation.config, situation.waiting, situation.interference
@@ -89,7 +89,7 @@ def needed_headroom(situation: Situation, order: IntArray) -> FloatArray:
     can_wait = work_s < GATE_CLAIM * left_s
     least, gate = 0.0, np.full(len(late), config.gate)
     if config.lost_every_s is not None:
-        least = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LATE * int(np.count_nonzero(late)))
+        least = min(1.0, MIN_HEADROOM + HEADROOM_PER_LATE * int(np.count_nonzero(late)))
         can_wait |= late | ~stated
         gate[late & stated] = max(config.gate or 0.0, LOST_HEADROOM)
     return np.where(waiting.started, 0.0, np.where(can_wait, gate, least))

@@ -18,10 +18,10 @@ Queued = TypeVar("Queued", bound=tuple[Any, ...])
 LATER_S = 1e6
 """More than any wait, so that such a prompt comes after all others."""
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 """A decision looks at this many prompts of the queue: of those that can be in time, the ones due first."""
 
-MOST_LATE = 16
+MAX_LATE = 16
 """It also looks at this many prompts that will miss their TTFT SLO, those that have waited longest: more of
 them change nothing."""
 
@@ -60,8 +60,8 @@ def looked_at(
     A prompt is a tuple of its ``rank_of``, its place in the queue, and what else the caller wants."""
     late_s = -np.inf if config.lost_every_s is None else now_s
     lost, late = (bisect_left(queue, late_s, key=itemgetter(0)) for queue in (stated, patient))
-    in_time = sorted([*stated[lost : lost + MOST_WAITING], *patient[late : late + MOST_WAITING]])
-    return [*in_time[:MOST_WAITING], *patient[: min(late, MOST_WAITING)], *stated[: min(lost, MOST_LATE)]]
+    in_time = sorted([*stated[lost : lost + MAX_WAITING], *patient[late : late + MAX_WAITING]])
+    return [*in_time[:MAX_WAITING], *patient[: min(late, MAX_WAITING)], *stated[: min(lost, MAX_LATE)]]
 
 
 def loosest_first(situation: Situation, rank: FloatArray) -> FloatArray:

@@ -13,14 +13,14 @@ from adaserve.scheduler.costs.latency import (
     KVReadCost,
     LatencyModel,
     StepCost,
-    TableCost,
+    TabulatedCost,
     forward_s,
 )
 from adaserve.scheduler.costs.profile import Profile
 from adaserve.scheduler.interface import Context, FloatArray
 
 SHARPNESS_GRID = (1.5, 2.0, 3.0, 4.0, 8.0)  # and 1, the line
-LEAST_ALONE = 0.1
+MIN_ALONE = 0.1
 """Share of a forward's time that is never attributed to its cached tokens."""
 
 Fitter = Callable[[FloatArray], StepCost]
@@ -69,7 +69,7 @@ def _alone(points: FloatArray) -> tuple[FloatArray, FloatArray, KVReadCost]:
     kv_read = fit_kv_read(points)
     tokens, context, requests, seconds = points.T
     read = kv_read.per_context_s * context + kv_read.per_pair_s * context / requests * tokens
-    return tokens, np.maximum(seconds - read, LEAST_ALONE * seconds), kv_read
+    return tokens, np.maximum(seconds - read, MIN_ALONE * seconds), kv_read
 
 
 def fit_linear(points: FloatArray) -> ForwardCost:
@@ -120,12 +120,12 @@ def _fit_at_sharpness(points: FloatArray, sharpness: float) -> ForwardCost:
     return ForwardCost(fixed, weights, per_token, *kv_read, sharpness)
 
 
-def fit_table(points: FloatArray) -> TableCost:
+def fit_table(points: FloatArray) -> TabulatedCost:
     """Joins the medians at each token count, which may fall: 16 tokens can fill a tile that 12 only begin."""
     x, seconds, kv_read = _alone(points)
     tokens = np.unique(x)
     medians = [float(np.median(seconds[x == t])) for t in tokens]
-    return TableCost(tuple(map(float, tokens)), tuple(medians), *kv_read)
+    return TabulatedCost(tuple(map(float, tokens)), tuple(medians), *kv_read)
 
 
 def _errors(cost: StepCost, points: FloatArray) -> FloatArray:

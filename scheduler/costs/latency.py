@@ -101,7 +101,7 @@ class ForwardCost:
 
 
 @dataclass(frozen=True, slots=True)
-class TableCost:
+class TabulatedCost:
     """Points without cached tokens, joined by lines; the last slope continues beyond them.
 
     Small CPUs and padded CUDA graphs have steps that no smooth curve fits.
@@ -301,7 +301,7 @@ def _cost_from_json(data: Mapping[str, Any]) -> StepCost:
         if data.get("form") == "table":
             for name in ("tokens", "seconds_at", "known"):
                 fields[name] = tuple(map(float, fields.get(name, ())))
-            return TableCost(**fields)
+            return TabulatedCost(**fields)
         return ForwardCost(**fields)
     except ProfileError:
         raise

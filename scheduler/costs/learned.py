@@ -22,15 +22,15 @@ from adaserve.scheduler.costs.latency import (
     Latency,
     LatencyModel,
     StepCost,
-    TableCost,
+    TabulatedCost,
 )
-from adaserve.scheduler.costs.learned_table import LATEST, LEARN_EVERY, MUCH, QUANTILE, CostTable
+from adaserve.scheduler.costs.learned_table import LATEST, LEARN_EVERY, MUCH, QUANTILE, LearnedCostTable
 from adaserve.scheduler.interface import NO_CONTEXT, Context, FloatArray, IterationOutcome
 
 STEP_RANGE = 2.0
 """A draft step costs at most this many times as much, or as little, as the line through all drafts says."""
 
-LEAST_TIME = 1e-3
+MIN_TIME = 1e-3
 """Share of the first guess of a first step. A draft that seems to take less counts as one of this length,
 because errors are relative, and a clock that hardly moved must not outweigh all other drafts."""
 
@@ -43,7 +43,7 @@ class LearnedForward:
     """One kind of forward: its time by size, and the time to read the KV cache."""
 
     def __init__(self, guess: StepCost) -> None:
-        self.sizes = CostTable(guess.alone, known_sizes(guess))
+        self.sizes = LearnedCostTable(guess.alone, known_sizes(guess))
         self.kv_read = LearnedKVRead(guess.kv_read, self.sizes.quiet_s(1))
 
     def quiet_s(self, tokens: int, context: Context) -> float:
@@ -87,7 +87,7 @@ class FirstStep:
     def __init__(self, prior: StepCost, kv_read: KVReadCost) -> None:
         """``prior``: first guess of a first step; ``kv_read``: what draft steps take to read contexts."""
         one, eight = prior.alone(np.array([1.0, 8.0])).tolist()
-        self._scales, self._least_s = scales(kv_read, one), LEAST_TIME * one
+        self._scales, self._least_s = scales(kv_read, one), MIN_TIME * one
         # The prior counts little: that it was ten times too fast must not look like ten drafts that were not.
         # What short contexts seem to say of reading is noise, and must not be taken for what long ones cost.
         weight = np.array([self.PRIOR, self.PRIOR, self.PRIOR, 1.0, 1.0])
@@ -119,7 +119,7 @@ class FirstStep:
         return self.cost.fixed_s + n * self.cost.per_token_s
 
 
-LEAST_FIRST = 0.2
+MIN_FIRST = 0.2
 """Share of the time of a later step for one request: a first step that was learned to cost less is not
 believed."""
 
@@ -129,7 +129,7 @@ def _likely_first(start: LatencyModel) -> StepCost:
     In that case the fit has attributed the whole of a draft to reading long contexts, which is no prior to
     scale by."""
     first, one = start.draft_first, np.array([1.0])
-    if first is None or float(first.alone(one)[0]) < LEAST_FIRST * float(start.draft.alone(one)[0]):
+    if first is None or float(first.alone(one)[0]) < MIN_FIRST * float(start.draft.alone(one)[0]):
         return start.draft
     return first
 
@@ -158,8 +158,8 @@ class LearnedCosts(Latency):
         self._start, self._learn = start, learn
         self.verify = LearnedForward(start.verify)
         self.first = FirstStep(_likely_first(start), start.draft.kv_read)
-        self.step = CostTable(start.draft.alone, known_sizes(start.draft))
-        self._guess = CostTable(start.draft.alone)  # never taught: the first guess
+        self.step = LearnedCostTable(start.draft.alone, known_sizes(start.draft))
+        self._guess = LearnedCostTable(start.draft.alone)  # never taught: the first guess
         self._select_wait = LatestLow(0.0)
         self._other = LatestLow(start.overhead_s)
         self._other_alone = LatestLow(start.overhead_s)  # around iterations of a lone request
@@ -268,9 +268,9 @@ class LearnedCosts(Latency):
 def _points(cost: StepCost) -> Sequence[float]:
     """Sizes for which a guess is worth keeping. One token is among them, because the baseline is read
     there."""
-    return (1.0, *cost.tokens) if isinstance(cost, TableCost) else (1.0, 8.0, 64.0, 256.0, 1024.0, 4096.0)
+    return (1.0, *cost.tokens) if isinstance(cost, TabulatedCost) else (1.0, 8.0, 64.0, 256.0, 1024.0, 4096.0)
 
 
 def known_sizes(cost: StepCost) -> Sequence[float]:
     """Sizes whose cost was learned by serving, not in a short measurement."""
-    return cost.known if isinstance(cost, TableCost) else ()
+    return cost.known if isinstance(cost, TabulatedCost) else ()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from adaserve.scheduler.costs.latency import KVReadCost, TableCost
+from adaserve.scheduler.costs.latency import KVReadCost, TabulatedCost
 from adaserve.scheduler.interface import FloatArray, IntArray
 
 Seconds = Callable[[FloatArray], FloatArray]
@@ -127,7 +127,7 @@ class LowQuantiles:
         self.values = (self.trust * own + self.NEIGHBOURS * around) / (self.trust + self.NEIGHBOURS)
 
 
-class CostTable:
+class LearnedCostTable:
     """Learned seconds of one kind of forward by size, with nothing in the KV cache, kept as the logarithm of
     the ratio to a first guess.
     """
@@ -214,7 +214,7 @@ class CostTable:
             self.quiet_curve(size)
         return self._plain[size]
 
-    def learned(self, further: Sequence[float], kv_read: KVReadCost) -> TableCost | None:
+    def learned(self, further: Sequence[float], kv_read: KVReadCost) -> TabulatedCost | None:
         """The quiet costs of known sizes, of ``further`` ones, which a server that meets only other sizes
         would miss, and those of reading the KV cache; None while no size is known."""
         at = np.flatnonzero(self._sizes.trust >= KNOWN)
@@ -224,7 +224,7 @@ class CostTable:
         sizes = sorted({*known, *map(float, map(int, further))})
         curve = self.quiet_curve(int(sizes[-1]))
         seconds = tuple(float(curve[int(t)]) for t in sizes)
-        return TableCost(tuple(sizes), seconds, *kv_read, known=known)
+        return TabulatedCost(tuple(sizes), seconds, *kv_read, known=known)
 
 
 def size_bucket(size: float) -> int:

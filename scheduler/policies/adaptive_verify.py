@@ -27,8 +27,8 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
+from adaserve.scheduler.node_pricing import explore, price_nodes
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.pricing import explore, price_nodes
 from adaserve.scheduler.selection import everything, within_cap
 
 RATE = 0.05

@@ -24,8 +24,8 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.keyed_arrays import Table
+from adaserve.scheduler.node_pricing import Priced, explore, price_nodes, uncovered
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.pricing import Priced, explore, price_nodes, uncovered
 from adaserve.scheduler.selection import never_rising, path_probability, within_cap
 from adaserve.scheduler.slo_weight import attainment_weight
 
@@ -265,7 +265,7 @@ class PricedPolicy(BasePolicy):
         return within_cap(trees, f, plan.cap)
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """The calibrated candidates that ``scheduler/pricing.py`` buys."""
+        """The calibrated candidates that ``scheduler/node_pricing.py`` buys."""
         weight, n = plan.weight, len(plan.running)
         assert weight is not None
         seconds, f, priced = self._buy(plan, trees)

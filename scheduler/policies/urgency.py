@@ -25,7 +25,7 @@ from adaserve.scheduler.interface import (
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.selection import path_probability, rank, take_prefix
 
-LEAST_SHARE = 0.65
+MIN_SHARE = 0.65
 """Share of the tightest TPOT that an iteration may always take."""
 
 
@@ -53,7 +53,7 @@ class UrgencyPolicy(BasePolicy):
         """Seconds that the iteration may take; ``least_s``: without speculation, so who has less is late."""
         left = time_left(running, now_s)
         most_urgent = float(left[left >= least_s].min(initial=np.inf))
-        return max(most_urgent, LEAST_SHARE * float(running.tpot_slo_s.min()))
+        return max(most_urgent, MIN_SHARE * float(running.tpot_slo_s.min()))
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Whole chains in the order of urgency, while the iteration's predicted time is within the budget."""

@@ -13,7 +13,7 @@ from adaserve.scheduler.simulator.played import PlayedReplica
 from adaserve.scheduler.simulator.run import SimulationConfig, build_replica
 from adaserve.scheduler.simulator.workload import SimRequest
 from adaserve.slo.classes import SLO
-from adaserve.slo.delivered_tpot import LEAST_TOKENS, DeliveredTPOT
+from adaserve.slo.delivered_tpot import MIN_TOKENS, DeliveredTPOT
 
 CLOSE = 0.15
 """A prediction this close to the delivered TPOT counts as right."""
@@ -48,7 +48,7 @@ def predict_requests(requests: Sequence[SimRequest], config: SimulationConfig) -
         replica.submit(request)
     while replica.busy:
         replica.step()
-    made = [r for r in requests if r.finished and r.produced >= LEAST_TOKENS]
+    made = [r for r in requests if r.finished and r.produced >= MIN_TOKENS]
     foreseen = _foreseen(made, replica.outcomes)
     return [Predicted(r.slo_class, _tpot_s(r), *said[r.rid], foreseen[r.rid]) for r in made]
 

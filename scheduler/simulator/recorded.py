@@ -14,7 +14,12 @@ from adaserve.scheduler.acceptance_calibration import Calibrator, bin_of, claime
 from adaserve.scheduler.costs.latency import ForwardCost, Latency
 from adaserve.scheduler.costs.prefills import LearnedPrefills
 from adaserve.scheduler.interface import Context, FloatArray
-from adaserve.scheduler.replay import RecordedIteration, RecordedPrefill, read_events, read_recording
+from adaserve.scheduler.iteration_recording import (
+    RecordedIteration,
+    RecordedPrefill,
+    read_events,
+    read_recording,
+)
 from adaserve.scheduler.simulator.workload import TextModel
 
 MOST = 0.999

@@ -27,14 +27,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from adaserve.bench.gpu_check import answers, shapes
-from adaserve.bench.gpu_check.again import forget
 from adaserve.bench.gpu_check.answers import Answer, Pace
 from adaserve.bench.gpu_check.check import Check, Sections, StageError
 from adaserve.bench.gpu_check.cli import _common, _costs, _mixed, _plan
 from adaserve.bench.gpu_check.findings import CheckPlan, Findings, resume
+from adaserve.bench.gpu_check.goals import outside_share, targets
 from adaserve.bench.gpu_check.mixed import run_mixed
+from adaserve.bench.gpu_check.rerun import forget
 from adaserve.bench.gpu_check.systems import ADASERVE, NONE, OWN, PLAIN, Pair, serving, spec_of
-from adaserve.bench.gpu_check.targets import outside_share, targets
 from adaserve.bench.gpu_check.torch_profiles import summary
 from adaserve.cli import app
 from adaserve.loadgen.errors import LoadgenError

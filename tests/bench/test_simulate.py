@@ -19,7 +19,7 @@ from adaserve.bench.simulate import fleet, grid
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
 from adaserve.cli import app
-from adaserve.config import MOST_RUNNING, AdaServeConfig
+from adaserve.config import MAX_RUNNING, AdaServeConfig
 from adaserve.scheduler.acceptance_calibration import N_BINS
 from adaserve.scheduler.costs.latency import ForwardCost
 from adaserve.scheduler.costs.profile import Profile
@@ -231,7 +231,7 @@ def test_fleets_serve_as_servers_do() -> None:
     assert chain.config.replica.prefill.gate is None
     settings = AdaServeConfig().for_policies(latency=latency)
     assert priced.config.policy_config == chain.config.policy_config == settings
-    assert priced.config.replica.max_running == MOST_RUNNING
+    assert priced.config.replica.max_running == MAX_RUNNING
     deep = SimulatedFleet.of("chain-7", latency, None, 0).config.policy_config
     assert settings.d_max == 5 and deep is not None and deep.d_max == 7
     trace = read_workload("synthetic:100:4", 0)

@@ -30,7 +30,7 @@ from adaserve.bench.soak.checks import answer_faults, differences, status_faults
 from adaserve.bench.soak.clients import Role
 from adaserve.bench.soak.invariants import (
     GROWTH_MIB,
-    LEAST_SAMPLES,
+    MIN_SAMPLES,
     WARM_UP,
     MemorySample,
     ServerCounts,
@@ -315,7 +315,7 @@ def memory_of(mib_per_sample: float, count: int, noise_mib: float = 5.0) -> list
 
 
 def test_memory_that_grows_after_the_warm_up_is_noticed() -> None:
-    count = 2 * LEAST_SAMPLES
+    count = 2 * MIN_SAMPLES
     late = count - int(count * WARM_UP)
     flat, growing = memory_of(0.0, count), memory_of(2 * GROWTH_MIB / late, count)
     assert [g.fault for g in memory_growth(flat)] == [None, None]
@@ -331,7 +331,7 @@ def test_a_process_that_was_replaced_is_noticed() -> None:
 
 
 def test_memory_of_a_short_run_is_not_judged() -> None:
-    short = memory_growth(memory_of(50.0, LEAST_SAMPLES // 2))
+    short = memory_growth(memory_of(50.0, MIN_SAMPLES // 2))
     assert not any(g.judged or g.fault for g in short)
 
 

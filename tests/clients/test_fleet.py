@@ -213,7 +213,7 @@ def test_a_replica_is_killed_under_load_and_comes_back(fleet: Fleet, monkeypatch
     assert all(o.ended_s - killed_s < ENDS_WITHIN_S for o in failed)
     assert all(o.tokens == 400 for o in outcomes if o.error is None)
     assert not victim.alive
-    monkeypatch.setattr(local, "LEAST_LIFE_S", 0.0)
+    monkeypatch.setattr(local, "MIN_LIFE_S", 0.0)
     fleet.repair(print)
     until_sent_to(fleet.url, 2)
     before, end_s = served(victim), time.monotonic() + 60

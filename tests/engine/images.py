@@ -27,7 +27,7 @@ MARKS = {
     "video_token_id": "<|video_pad|>",
 }
 SIDE = 28  # pixels of a token
-MOST_TOKENS = 100  # of an image
+MAX_TOKENS = 100  # of an image
 
 
 def save_reader(folder: Path) -> Any:
@@ -67,7 +67,7 @@ def _save_tokenizer(folder: Path) -> dict[str, int]:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(path), eos_token="<eos>", pad_token="<pad>"
     )
-    images = transformers.Qwen2VLImageProcessor(min_pixels=SIDE**2, max_pixels=MOST_TOKENS * SIDE**2)
+    images = transformers.Qwen2VLImageProcessor(min_pixels=SIDE**2, max_pixels=MAX_TOKENS * SIDE**2)
     videos = transformers.Qwen2VLVideoProcessor()
     transformers.Qwen2_5_VLProcessor(images, tokenizer, videos).save_pretrained(folder)
     return {name: token["id"] for name, token in zip(MARKS, last, strict=True)}

@@ -8,7 +8,7 @@ from adaserve.engine.rank_sync import RankSync
 
 
 class Group:
-    """What an ``RankSync`` needs of SGLang's ``GroupCoordinator``. ``sent``: what the first rank has said
+    """What ``RankSync`` needs of SGLang's ``GroupCoordinator``. ``sent``: what the first rank has said
     and the others have not heard yet."""
 
     def __init__(self, rank: int = 0, size: int = 1, sent: list[Any] | None = None) -> None:

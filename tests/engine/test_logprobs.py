@@ -35,7 +35,7 @@ def test_in_portions(at_once: int, greedy: bool, top: Any, ids: Any, monkeypatch
     right, got = (LogitsProcessorOutput(next_token_logits=logits) for _ in range(2))
     compute_spec_logprobs(batch, right, draws, accept_index=index)
     monkeypatch.setattr(portions, "ALIGNED_ROWS", 1)
-    monkeypatch.setattr(portions, "MOST_VALUES", at_once * stride * vocabulary)
+    monkeypatch.setattr(portions, "MAX_VALUES", at_once * stride * vocabulary)
     logprobs.tell(batch, got, draws, index)
     assert torch.equal(got.next_token_logprobs, right.next_token_logprobs)
     for name in logprobs.LISTS:

@@ -291,7 +291,7 @@ def portioned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Whether logits are worked on a few rows at a time."""
     if request.param:
         monkeypatch.setattr(portions, "ALIGNED_ROWS", 1)
-        monkeypatch.setattr(portions, "MOST_VALUES", 5 * VOCABULARY)
+        monkeypatch.setattr(portions, "MAX_VALUES", 5 * VOCABULARY)
     return bool(request.param)
 
 

@@ -95,7 +95,9 @@ def test_a_draft_learns_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for device in ("cuda", "cuda:1"):
         refuse_unsupported(arguments(device="cuda"), AdaServeConfig(learn=True, learn_device=device))
-    with pytest.raises(ValueError, match="no cuda:2 to train drafts on: give another --adaserve-learn-device"):
+    with pytest.raises(
+        ValueError, match="no cuda:2 to train drafts on: give another --adaserve-learn-device"
+    ):
         refuse_unsupported(arguments(), AdaServeConfig(learn=True, learn_device="cuda:2"))
     with pytest.raises(ValueError, match="learn_device is 'gpu': it should be cpu, or a GPU such as cuda:1"):
         AdaServeConfig(learn_device="gpu")

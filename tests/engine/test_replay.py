@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine.cpu.device import LEAST_GAIN
+from adaserve.engine.cpu.device import MIN_GAIN
 from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.costs.learned import known_sizes
+from adaserve.scheduler.iteration_recording import RecordedPrefill, read_events, read_recording, replay
 from adaserve.scheduler.policies import PolicyConfig, build_policy
-from adaserve.scheduler.replay import RecordedPrefill, read_events, read_recording, replay
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Job, Zygote, run_jobs, workload
 
@@ -54,7 +54,7 @@ def recorded(
         assert not known_sizes(latency.verify)
         server.assert_idle_and_clean()
     # As the worker builds it, which stops drafting where the frontier says so; but priced in Python.
-    settings = AdaServeConfig(**LIMITS).for_policies(latency=latency, early_stop=True, least_gain=LEAST_GAIN)
+    settings = AdaServeConfig(**LIMITS).for_policies(latency=latency, early_stop=True, least_gain=MIN_GAIN)
     return Recorded(name, path, settings)
 
 

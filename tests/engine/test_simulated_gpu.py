@@ -25,7 +25,7 @@ from tests.simulated_gpu import counts, environment, written_s
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 CUDA = {"device": "cuda", "attention-backend": "triton", "sampling-backend": "pytorch",
         "max-running-requests": 4, "cuda-graph-bs-prefill": 64}  # fmt: skip
-MOST_WAITS = 3
+MAX_WAITS = 3
 """Of an iteration: the last outcome and the candidates; and what SGLang takes from the last iteration, which
 is there by then."""
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,7 +220,7 @@ def test_what_an_iteration_waits_for(gpu: Simulated) -> None:
     iterations = run_jobs(gpu.server, [job])[0]["meta_info"]["spec_verify_ct"]
     found = gpu.counted() - before
     waits = {what: n for what, n in found.items() if what in ("wait for an event", "wait for a stream")}
-    assert sum(waits.values()) <= MOST_WAITS * iterations + 8, (iterations, waits)
+    assert sum(waits.values()) <= MAX_WAITS * iterations + 8, (iterations, waits)
     ours = {w: n for w, n in found.items() if w.startswith("wait in") or w.startswith("wait for a copy")}
     # The probe makes drafts ready between iterations, a server beside them.
     often = [w for w, n in ours.items() if n > iterations // 2 and "engine/" in w and "swap.py" not in w]

@@ -17,7 +17,7 @@ from adaserve.engine.cpu import Inputs
 from adaserve.engine.cpu.device import CpuDevice
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.torch_forward import TorchBackend
-from adaserve.engine.sources.beam import MOST_PENDING, BeamSource
+from adaserve.engine.sources.beam import MAX_PENDING, BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.attention import token_slots
@@ -174,7 +174,7 @@ def test_drafts_are_the_beam_search_of_a_fresh_prefill(behind: list[int]) -> Non
     for r, prompt in enumerate(PROMPTS):
         check_proposal(trees, r, [*prompt, ROOTS[r]], 3, 3)
         assert case.held(r) == (len(prompt), [])
-    assert case.caught_up == (max(behind) > MOST_PENDING)
+    assert case.caught_up == (max(behind) > MAX_PENDING)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -11,7 +11,7 @@ import torch
 from adaserve.engine import worker as module
 from adaserve.engine.request_state import RequestState
 from adaserve.engine.requests import Requests
-from adaserve.engine.time_breakdown import Times
+from adaserve.engine.time_breakdown import TimeBreakdown
 from adaserve.engine.worker import AdaServeWorker
 from adaserve.scheduler.interface import IterationOutcome
 from adaserve.slo.classes import SLO
@@ -40,7 +40,7 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.M
         target_worker=SimpleNamespace(forward_batch_generation=forward),
         loop=SimpleNamespace(
             settle=settle,
-            times=Times(),
+            times=TimeBreakdown(),
             sources=[],
             device=SimpleNamespace(shift=SimpleNamespace(start=lambda batch: order.append("shift"))),
             free_s=lambda: worker.loop.times.last_end_s + 2.0,
@@ -70,7 +70,7 @@ def test_model_time_of_loops_is_without_prefills() -> None:
         times = {"total_s": 0.04, "since_last_s": since_last_s, "end_s": end_s}
         return cast(IterationOutcome, SimpleNamespace(plan=plan, trees=trees, **times, **more))
 
-    times = Times()
+    times = TimeBreakdown()
     times.decoded(ended(1.0, 0.5, prefilled=True), [runs(0.01), runs(0.3)])
     times.decoded(ended(1.05, 0.05, unread=True, prefilled=False), [runs(0.01), runs(0.02) * 2])
     said = times.report()

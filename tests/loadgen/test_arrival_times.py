@@ -104,7 +104,7 @@ def test_an_answer_without_end_is_given_up(
     most_s: float, most_bytes: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One byte now and then, so that it is never silent, or more than anybody can keep."""
-    monkeypatch.setattr(stream, "_MOST_BYTES", most_bytes)
+    monkeypatch.setattr(stream, "_MAX_BYTES", most_bytes)
     with wire() as connection:
         timed = stream._TimedSocket(connection.timed._sock, perf_counter, most_s)
         timed.send(b"GET / HTTP/1.1")

@@ -32,7 +32,7 @@ from adaserve.scheduler.costs.latency import (
     ForwardCost,
     LatencyModel,
     ProfileError,
-    TableCost,
+    TabulatedCost,
     default_latency,
     forward_s,
 )
@@ -102,7 +102,7 @@ class TestLatency:
         assert (np.diff(cost.alone(TOKENS)) >= -1e-15).all()
 
     def test_models_and_profiles_survive_a_file(self, tmp_path):
-        table = TableCost((1.0, 8.0), (0.01, 0.02), 1e-7, 1e-8)
+        table = TabulatedCost((1.0, 8.0), (0.01, 0.02), 1e-7, 1e-8)
         model = LatencyModel(table, ForwardCost(0.1, 0.2, 0.3, 0.0, 0.0, 2.0), 0.001, "x")
         assert LatencyModel.from_json(json.loads(json.dumps(model.to_json()))) == model
         profile = Profile(points(ForwardCost(0.1)), points(ForwardCost(0.2)), 0.001, {"device": "d"})
@@ -147,7 +147,7 @@ class TestLatency:
         """As on a host where two tokens took a third longer than one, and twenty hardly longer than two. By
         the time of one, B was between 3 and 9, and hardly anything was drafted."""
         sizes, ms = (1.0, 2.0, 8.0, 20.0, 24.0, 32.0), np.array([one_ms, 8.6, 9.6, 10.3, 11.7, 15.9])
-        model = LatencyModel(ForwardCost(5e-4), TableCost(sizes, tuple((1e-3 * ms).tolist())))
+        model = LatencyModel(ForwardCost(5e-4), TabulatedCost(sizes, tuple((1e-3 * ms).tolist())))
         assert model.knee_tokens(1.5) == 27
 
 

@@ -21,10 +21,10 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
+from adaserve.scheduler.iteration_recording import Recorder, read_recording, replay
+from adaserve.scheduler.node_pricing import uncovered
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.policies.priced import PricedPolicy
-from adaserve.scheduler.pricing import uncovered
-from adaserve.scheduler.replay import Recorder, read_recording, replay
 from adaserve.scheduler.selection import parent_kept
 from tests.scheduler.sched_factories import beam_trees, running, trees_from
 

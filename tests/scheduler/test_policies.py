@@ -15,11 +15,11 @@ from adaserve.scheduler.acceptance import AcceptanceRate, expected_accept_length
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan
+from adaserve.scheduler.node_pricing import price_nodes
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.paper import eurosys_shape, v1_shape
 from adaserve.scheduler.policies.priced import PricedPolicy
 from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
-from adaserve.scheduler.pricing import price_nodes
 from adaserve.scheduler.selection import parent_kept, path_probability
 from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
 

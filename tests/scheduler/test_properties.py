@@ -15,7 +15,7 @@ from sched_factories import beam_trees, kept_sets, outcome, running, tree_rows, 
 
 from adaserve.scheduler.acceptance_calibration import CEILING, N_BINS
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TableCost
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TabulatedCost
 from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan, RunningBatch
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.base import BasePolicy
@@ -24,8 +24,8 @@ from adaserve.scheduler.selection import parent_kept, path_probability, rank, ta
 
 NAMES = [n.replace("-K", "-3") for n in policy_names()]
 STEPS = LatencyModel(
-    TableCost((1.0, 8.0, 32.0), (6e-4, 8e-4, 1.5e-3)),
-    TableCost((1.0, 4.0, 8.0, 13.0, 16.0, 32.0), (9.7e-3, 13.7e-3, 13.7e-3, 16.7e-3, 21e-3, 41e-3)),
+    TabulatedCost((1.0, 8.0, 32.0), (6e-4, 8e-4, 1.5e-3)),
+    TabulatedCost((1.0, 4.0, 8.0, 13.0, 16.0, 32.0), (9.7e-3, 13.7e-3, 13.7e-3, 16.7e-3, 21e-3, 41e-3)),
 )
 SLO = st.one_of(st.sampled_from([0.0, math.inf, 1e-9, 0.05]), st.floats(0.001, 1.0))
 
@@ -294,7 +294,7 @@ def test_long_runs_stay_sane_whatever_happens(name, data):
 
 def test_priced_survives_a_latency_that_falls_with_tokens():
     """A broken table must not make it verify what can't be accepted."""
-    falling = TableCost((1.0, 8.0, 64.0), (0.05, 0.02, 0.01))
+    falling = TabulatedCost((1.0, 8.0, 64.0), (0.05, 0.02, 0.01))
     policy = build_policy("priced", PolicyConfig(latency=LatencyModel(ForwardCost(1e-4), falling)))
     plan = policy.plan(running(2), 1.0)
     trees = beam_trees(2, 3, 2)

@@ -21,8 +21,7 @@ from adaserve.scheduler.admission.situation import PrefillConfig, Situation, Wai
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.interface import Context, Draft, IterationPlan, Selection
-from adaserve.scheduler.policies import build_policy
-from adaserve.scheduler.replay import (
+from adaserve.scheduler.iteration_recording import (
     FLUSH_EVERY,
     RecordedPrefill,
     Recorder,
@@ -31,6 +30,7 @@ from adaserve.scheduler.replay import (
     read_recording,
     replay,
 )
+from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.order import build_order

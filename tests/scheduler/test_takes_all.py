@@ -11,13 +11,14 @@ from sched_factories import beam_trees, outcome, running, trees_from
 from test_policies import NAMES
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TableCost
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TabulatedCost
 from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.policies.base import BasePolicy
 
 STEPS = LatencyModel(
-    ForwardCost(1.2e-3), TableCost((1.0, 16.0, 32.0, 64.0, 128.0), (4.7e-3, 4.8e-3, 5.0e-3, 5.5e-3, 6.2e-3))
+    ForwardCost(1.2e-3),
+    TabulatedCost((1.0, 16.0, 32.0, 64.0, 128.0), (4.7e-3, 4.8e-3, 5.0e-3, 5.5e-3, 6.2e-3)),
 )
 """As on a GPU: the weights are read for one token as for sixteen."""
 ALWAYS = {"adaserve", "adaserve-v1", "global-greedy", "equal-greedy", "chain-3", "fixed-tree"}

@@ -11,8 +11,8 @@ import pytest
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.interface import Draft, IterationOutcome, RunningBatch
+from adaserve.scheduler.iteration_recording import Recorder, read_recording, replay
 from adaserve.scheduler.policies import build_policy
-from adaserve.scheduler.replay import Recorder, read_recording, replay
 from tests.scheduler.sched_factories import beam_trees, outcome, running
 
 CHEAP = LatencyModel(

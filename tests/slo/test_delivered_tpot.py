@@ -7,7 +7,7 @@ import math
 import pytest
 
 from adaserve.slo.classes import CUSTOM_CLASS, SLO
-from adaserve.slo.delivered_tpot import FADES_S, LEAST_TOKENS, DeliveredTPOT
+from adaserve.slo.delivered_tpot import FADES_S, MIN_TOKENS, DeliveredTPOT
 
 NOW = 100.0
 CHAT = SLO("chat", 0.05)
@@ -69,6 +69,6 @@ def test_at_first_all_requests_weigh_the_same() -> None:
 
 def test_short_answers_and_impossible_times_say_nothing() -> None:
     books = DeliveredTPOT()
-    books.add(CHAT, LEAST_TOKENS - 1, 0.5, 0.02, NOW)
+    books.add(CHAT, MIN_TOKENS - 1, 0.5, 0.02, NOW)
     books.add(CHAT, 100, 0.0, 0.02, NOW)
     assert books.predict(CHAT, 0.02, NOW) == 0.02

@@ -29,7 +29,7 @@ import random, sys, time
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.events import FinishedRequest, IterationSample
-from adaserve.slo.forecast_report import ClassForecast, Forecast
+from adaserve.slo.forecast_types import ClassForecast, Forecast
 from adaserve.slo.stats import SLOStats
 from adaserve.slo.classes import SLO, SLOConfig
 registry = CollectorRegistry()

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.events import DraftLearning, DraftScores, FinishedRequest, IterationSample, Judged
-from adaserve.slo.forecast_report import ClassForecast, Forecast
+from adaserve.slo.forecast_types import ClassForecast, Forecast
 from adaserve.slo.prometheus import ServerMetrics
-from adaserve.slo.snapshot import LEAST_LOST, build_snapshot
+from adaserve.slo.snapshot import MIN_LOST, build_snapshot
 from adaserve.slo.stats import (
     BUCKET_S,
     HISTORY_S,
@@ -217,15 +217,15 @@ def test_the_forecast_of_the_best_rank_is_shown() -> None:
 def test_slos_that_routers_seem_to_drop() -> None:
     registry = CollectorRegistry()
     s, _ = stats(registry)
-    for _ in range(LEAST_LOST):
+    for _ in range(MIN_LOST):
         s.came(routed=True, stated=False)
     assert build_snapshot([s.state()]).notes == [], "perhaps nobody states one"
     for stated in (True, False):
         s.came(routed=False, stated=stated)
     (note,) = build_snapshot([s.state()]).notes
-    assert note.startswith(f"{LEAST_LOST} requests came through a router without an SLO, while 1 ")
+    assert note.startswith(f"{MIN_LOST} requests came through a router without an SLO, while 1 ")
     count = {**MODEL, "through": "router", "slo_stated": "no"}
-    assert registry.get_sample_value("adaserve:requests_total", count) == LEAST_LOST
+    assert registry.get_sample_value("adaserve:requests_total", count) == MIN_LOST
 
 
 def test_history_matches_a_count_by_hand() -> None:

@@ -31,9 +31,9 @@ from adaserve.trainer.messages import (
 from adaserve.trainer.messages import (
     line as ends,
 )
-from adaserve.trainer.process import MOST_REST_S, Process, rest_s
+from adaserve.trainer.process import MAX_REST_S, Process, rest_s
 from adaserve.trainer.records import Record
-from adaserve.trainer.shared import Ring, allocate, memory
+from adaserve.trainer.shared_memory import Ring, allocate, memory
 from adaserve.trainer.trainer import JUDGED
 from adaserve.trainer.versions import Version, Versions, fingerprint_of
 from tests.trainer.factories import save_drafts, served
@@ -257,4 +257,4 @@ def test_a_trainer_that_gets_little_of_a_processor_rests() -> None:
     assert rest_s(0.2, used_s=0.19) == 0.0
     worked_s, used_s = 2.0, 0.2
     assert used_s / (worked_s + rest_s(worked_s, used_s)) < 0.3 * used_s / worked_s
-    assert rest_s(3600.0, used_s=1.0) == MOST_REST_S, "it must not look hung"
+    assert rest_s(3600.0, used_s=1.0) == MAX_REST_S, "it must not look hung"

@@ -21,7 +21,7 @@ from adaserve.boundary.ambiguity import _Automaton, require_few_ways
 from adaserve.boundary.ebnf import as_regex
 from adaserve.boundary.errors import TooLargeError, shown
 from adaserve.boundary.grammar import _require_matchable
-from adaserve.boundary.grammar_budget import CHARACTERS, GRAMMAR, MAX_GRAMMAR_BUDGET, GrammarBudget
+from adaserve.boundary.grammar_check_budget import CHARACTERS, GRAMMAR, MAX_GRAMMAR_BUDGET, GrammarBudget
 from adaserve.boundary.limits import MAX_SAMPLES, MAX_TOP_LOGPROBS
 
 V = 512

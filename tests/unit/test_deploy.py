@@ -21,7 +21,7 @@ from sglang.srt.server_args import ServerArgs
 from adaserve.config import AdaServeConfig
 from adaserve.refusals import refuse_unsupported
 from adaserve.slo.classes import SLOConfig
-from adaserve.slo.forecast_report import ClassForecast, Forecast
+from adaserve.slo.forecast_types import ClassForecast, Forecast
 from adaserve.slo.prometheus import ServerMetrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

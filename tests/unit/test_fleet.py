@@ -317,7 +317,7 @@ def test_what_dies_is_started_again_wherever_its_log_is(
             kill(process)
             with pytest.raises(ServerError, match=r"was killed by SIGKILL, .* soon after its start"):
                 fleet.repair(said.append)
-        monkeypatch.setattr(local, "LEAST_LIFE_S", 0.0)
+        monkeypatch.setattr(local, "MIN_LIFE_S", 0.0)
         fleet.router.log.unlink()
         fleet.repair(said.append)
         assert fleet.router.alive and fleet.replicas[0].alive
@@ -337,7 +337,7 @@ def test_what_dies_while_a_replica_starts_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The others could serve meanwhile: for a minute, or for ten where it hangs."""
-    monkeypatch.setattr(local, "LEAST_LIFE_S", 0.0)
+    monkeypatch.setattr(local, "MIN_LIFE_S", 0.0)
     monkeypatch.setattr(local, "_settled_baseline_ms", lambda replica: 10.0)
     idle = ("import time; time.sleep(600)",)
     fleet = Fleet([Script(free_port(), idle) for _ in range(2)], RouterSpec(()), tmp_path)
@@ -358,7 +358,7 @@ def test_what_dies_while_a_replica_starts_is_started_again(
         fleet._start_router(print)
         kill(fleet.replicas[0])
         fleet.repair(said.append)
-        monkeypatch.setattr(local, "LEAST_LIFE_S", 30.0)
+        monkeypatch.setattr(local, "MIN_LIFE_S", 30.0)
         fleet._started_s[0] = -math.inf  # unlike that of the router
         kill(fleet.replicas[0])
         with pytest.raises(ServerError, match=r"^the router was killed"):
@@ -458,7 +458,7 @@ def test_a_full_disk_is_no_reason_not_to_start() -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_a_log_that_has_grown_begins_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(local, "MOST_LOG_BYTES", 1000)
+    monkeypatch.setattr(local, "MAX_LOG_BYTES", 1000)
     log, go_on = tmp_path / "replica.log", tmp_path / "go-on"
     loud = f"""
 import os, time

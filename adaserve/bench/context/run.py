@@ -31,7 +31,7 @@ from adaserve.pair.shape import Shape, shape_of
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.pair.widen import Width, widened_shape
 from adaserve.scheduler.costs.fit import fit_table
-from adaserve.scheduler.costs.latency import TableCost
+from adaserve.scheduler.costs.latency import TabulatedCost
 from adaserve.terminal import say
 
 TREES = (*((depth, 1) for depth in (1, 2, 3, 4, 6, 8)), *((d, w) for w in (2, 3) for d in (1, 2, 3, 4)))
@@ -146,7 +146,9 @@ def run_context(plan: ContextPlan, console: Console) -> None:
     _report(plan, made, cells, agreed, _inflections(plan, agreed, fitted), console)
 
 
-def _inflections(plan: ContextPlan, agreed: Mapping[str, Agreement], fitted: dict[bool, TableCost]) -> str:
+def _inflections(
+    plan: ContextPlan, agreed: Mapping[str, Agreement], fitted: dict[bool, TabulatedCost]
+) -> str:
     """S_inflection of every mode, by the costs that fit what was measured."""
     lines = ["Of chains, by costs that fit these times, from any number of requests to the next:", ""]
     for mode in plan.modes:

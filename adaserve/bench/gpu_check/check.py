@@ -20,7 +20,6 @@ from rich.markup import escape
 
 from adaserve.bench.display import progress
 from adaserve.bench.gpu_check import answers
-from adaserve.bench.gpu_check.again import forget
 from adaserve.bench.gpu_check.answers import Answer, Pace
 from adaserve.bench.gpu_check.facts import gpu, packages
 from adaserve.bench.gpu_check.findings import (
@@ -31,7 +30,9 @@ from adaserve.bench.gpu_check.findings import (
     code_digest,
     resume,
 )
+from adaserve.bench.gpu_check.goals import targets
 from adaserve.bench.gpu_check.mixed import run_mixed
+from adaserve.bench.gpu_check.rerun import forget
 from adaserve.bench.gpu_check.systems import (
     ADASERVE,
     NONE,
@@ -43,7 +44,6 @@ from adaserve.bench.gpu_check.systems import (
     StartedAhead,
     serving,
 )
-from adaserve.bench.gpu_check.targets import targets
 from adaserve.bench.gpu_check.torch_profiles import profile
 from adaserve.bench.gpu_check.verification import target_ms
 from adaserve.bench.prompts import held_out, that_loop_least
@@ -69,13 +69,13 @@ NOT_SHOWN_WITHOUT_GRAPHS = (
     "speed as it is served: no server had CUDA graphs, so launches may take most of the time",
 )
 STAGE_LIMIT_S = 900.0
-TIE_NOISE, LEAST_TIE = 3.0, 1e-3
+TIE_NOISE, MIN_TIE = 3.0, 1e-3
 """A margin below so many times the noise may be a tie, and one below the other bound is."""
-MOST_IDLE = 2
+MAX_IDLE = 2
 """Servers of a kind that may die before any stage was done: the next one would most likely, too."""
 ALONE = 8
 """Prompts that are also asked one by one."""
-MOST_SAID = 600
+MAX_SAID = 600
 """Characters of a reason: what says most stands last in a log."""
 
 
@@ -148,9 +148,9 @@ class Check:
                 self._start([kind for kind in kinds if kind == ADASERVE], stack)
             for kind, left in every.items():
                 idle = 0
-                while left and idle < MOST_IDLE and (done := self._on(kind, left)) is not None:
+                while left and idle < MAX_IDLE and (done := self._on(kind, left)) is not None:
                     idle += not done
-                if left and idle == MOST_IDLE:
+                if left and idle == MAX_IDLE:
                     self.found.skipped[kind] = f"{idle} servers ended, each before any stage was done"
         return self._save()
 
@@ -320,7 +320,7 @@ class Check:
     def _compare(self, given: Sequence[Answer]) -> dict[str, Any]:
         """Outputs against the reference; a difference counts as a tie where the reference was undecided."""
         same, ties, different = 0, list[float](), list[dict[str, Any]]()
-        most = max(LEAST_TIE, TIE_NOISE * (self.found.margin_noise or 0.0))
+        most = max(MIN_TIE, TIE_NOISE * (self.found.margin_noise or 0.0))
         for i, (answer, right) in enumerate(zip(given, self.found.reference, strict=False)):
             at = answers.first_difference(answer.output_ids, right.output_ids)
             if answer.output_ids == right.output_ids:
@@ -470,9 +470,9 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, ServerError):
         said = [line for line in lines if not line.startswith("(full log")]
-        return "; ".join(said[1:] or said)[-MOST_SAID:]
+        return "; ".join(said[1:] or said)[-MAX_SAID:]
     if isinstance(error, UserError) and lines[1:]:  # then what a process printed before it ended
-        lines[0] += f" {'; '.join(lines[1:])[-MOST_SAID:]}"
+        lines[0] += f" {'; '.join(lines[1:])[-MAX_SAID:]}"
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 

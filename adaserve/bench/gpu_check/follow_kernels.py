@@ -10,9 +10,9 @@ import torch
 
 from adaserve.engine.device import Awaited
 from adaserve.engine.gpu.attention_kernel import TILE, Cut, tiles_of
+from adaserve.engine.gpu.attention_layout import LIST
 from adaserve.engine.gpu.follow_kernel import begin_fused, shorten_fused
 from adaserve.engine.gpu.follow_verification import begin_with
-from adaserve.engine.gpu.layout import LIST
 
 MOST, TOKENS, GROUP = 7, 3, 2
 """Tokens that the verification commits at most, of a request in a draft step, and heads of a group."""

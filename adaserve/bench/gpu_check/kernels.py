@@ -33,16 +33,16 @@ from adaserve.config import GPU_WIDTH
 from adaserve.engine.beam_levels import Levels
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
+from adaserve.engine.gpu.attention_layout import Extent, change_tree_mask, list_slots, slot_lists
+from adaserve.engine.gpu.attention_layout_kernel import change_fused, list_fused
 from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.filter_kernel import filter_fused
 from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInferKernel
+from adaserve.engine.gpu.flashinfer_planner import WORKSPACE_BYTES
 from adaserve.engine.gpu.grow_kernel import grow_fused
 from adaserve.engine.gpu.kernel_choice import own_kernel
-from adaserve.engine.gpu.layout import Extent, change_tree_mask, list_slots, slot_lists
-from adaserve.engine.gpu.layout_kernel import change_fused, list_fused
 from adaserve.engine.gpu.move_kernel import PathMover
 from adaserve.engine.gpu.noise_kernel import best_fused, transform_fused
-from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
 from adaserve.engine.logits.filters import Filter, by_sort, differences, examples
 from adaserve.engine.trees.attention import Scores
 from adaserve.engine.trees.batch import ContextGap

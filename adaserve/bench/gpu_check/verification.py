@@ -10,7 +10,7 @@ from typing import Any
 from adaserve.server import ServerError, ServerProcess
 
 LOOK_EVERY_S = 0.02
-MOST_ROUNDS = 5
+MAX_ROUNDS = 5
 """Answers of small models may be there before the server was asked twice."""
 
 
@@ -22,7 +22,7 @@ def target_ms(server: ServerProcess, generate: Callable[[], Any], tokens: int) -
     batches. The server is asked how far it is again and again; what lies between two answers counts where
     every iteration was full. Where none was, answers are asked for again. Raises ServerError in the end.
     """
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         seconds, iterations = _full(server, generate, tokens)
         if iterations:
             return seconds / iterations * 1e3, iterations

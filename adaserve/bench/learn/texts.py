@@ -23,7 +23,7 @@ PATTERNS = {
 """Domain -> files below the environment's libraries."""
 HOME = "home"
 """The domain of the shipped prompts, which the draft was trained for."""
-LEAST_BYTES, MOST_FILES, MOST_OF_A_FOLDER = 2_000, 400, 10
+MIN_BYTES, MAX_FILES, MAX_OF_A_FOLDER = 2_000, 400, 10
 HELD_OUT_STEP = 5
 PROMPT_CHARACTERS = (150, 600)
 
@@ -50,9 +50,9 @@ class Texts:
         chosen = []
         for file in found:
             of_folder[file.parent] += 1
-            if of_folder[file.parent] <= MOST_OF_A_FOLDER:
+            if of_folder[file.parent] <= MAX_OF_A_FOLDER:
                 chosen.append(file)
-        return list(dict.fromkeys(f.read_text(errors="ignore") for f in chosen[:MOST_FILES]))
+        return list(dict.fromkeys(f.read_text(errors="ignore") for f in chosen[:MAX_FILES]))
 
     def take(self, count: int) -> list[str]:
         rng, prompts = self._rng, []
@@ -69,4 +69,4 @@ def _shipped() -> list[str]:
 
 
 def _is_text(file: Path) -> bool:
-    return file.is_file() and LEAST_BYTES < file.stat().st_size < 2_000_000
+    return file.is_file() and MIN_BYTES < file.stat().st_size < 2_000_000

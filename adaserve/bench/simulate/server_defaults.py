@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adaserve.config import MOST_RUNNING, AdaServeConfig
+from adaserve.config import MAX_RUNNING, AdaServeConfig
 from adaserve.scheduler.admission.situation import PrefillConfig
 from adaserve.scheduler.costs.latency import LatencyModel
 from adaserve.scheduler.policies import build_policy, chain_length, is_slo_aware
@@ -17,5 +17,5 @@ def server_defaults(policy: str, latency: LatencyModel, seed: int, kv_tokens: in
     server = AdaServeConfig()
     server = server.changed(max_depth=max(server.max_depth, chain_length(policy) or 0))
     prefill = server.for_prefills() if is_slo_aware(policy) else PrefillConfig()
-    replica = ReplicaConfig(latency, kv_tokens, MOST_RUNNING, prefill_mode="exclusive", prefill=prefill)
+    replica = ReplicaConfig(latency, kv_tokens, MAX_RUNNING, prefill_mode="exclusive", prefill=prefill)
     return SimulationConfig(replica, policy, server.for_policies(latency=latency), seed=seed)

@@ -19,7 +19,7 @@ GROWTH_MIB = 64.0
 """How much a process may grow after its warm-up."""
 WARM_UP = 0.3
 """Share of the samples that belong to the warm-up: caches and heaps fill."""
-LEAST_SAMPLES = 20
+MIN_SAMPLES = 20
 """With fewer samples after the warm-up memory is reported and not judged."""
 LOG_WORDS = (
     "memory leak",
@@ -80,7 +80,7 @@ def _growth(role: str, late: Sequence[MemorySample]) -> Growth:
         return Growth(role, mib[0], mib[-1], 0.0, 0.0, False)
     slope, _, low, _ = theilslopes(mib, at_s)
     span_s = at_s[-1] - at_s[0]
-    judged = len(late) >= LEAST_SAMPLES
+    judged = len(late) >= MIN_SAMPLES
     return Growth(role, mib[0], mib[-1], slope * 3600, float(low * span_s), judged)
 
 

@@ -15,7 +15,7 @@ from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import length_of
 from adaserve.bench.sweep.workload import uncached_tokens
-from adaserve.scheduler.costs.latency import LatencyModel, StepCost, TableCost
+from adaserve.scheduler.costs.latency import LatencyModel, StepCost, TabulatedCost
 from adaserve.scheduler.interface import Context
 from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
 from adaserve.scheduler.simulator.workload import TextModel
@@ -126,7 +126,7 @@ def as_served(profile: LatencyModel, results: Results) -> LatencyModel:
     ratio = [float(np.median(np.array(ratios)[doublings == k])) for k in known]
     sizes = np.unique(np.concatenate([2.0**known, SIZES]))
     times = np.maximum.accumulate(profile.verify_s(sizes) * np.interp(np.log2(sizes), known, ratio))
-    table = TableCost(tuple(sizes.tolist()), tuple(times.tolist()), *profile.verify.kv_read)
+    table = TabulatedCost(tuple(sizes.tolist()), tuple(times.tolist()), *profile.verify.kv_read)
     return replace(profile, verify=table)
 
 
@@ -147,7 +147,7 @@ def prefills_as_served(profile: LatencyModel, results: Results) -> StepCost | No
         return None
     each_s, token_s = nnls(np.array(parts, np.float64), np.array(served_s))[0]
     least = profile.verify.alone(SIZES[:1]) + profile.draft.alone(SIZES[:1])
-    return TableCost(tuple(SIZES.tolist()), tuple(np.maximum(least, each_s + token_s * SIZES).tolist()))
+    return TabulatedCost(tuple(SIZES.tolist()), tuple(np.maximum(least, each_s + token_s * SIZES).tolist()))
 
 
 def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
@@ -178,8 +178,8 @@ def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
     )
 
 
-def _scaled(cost: StepCost, factor: float) -> TableCost:
-    return TableCost(tuple(SIZES.tolist()), tuple((factor * cost.alone(SIZES)).tolist()), *cost.kv_read)
+def _scaled(cost: StepCost, factor: float) -> TabulatedCost:
+    return TabulatedCost(tuple(SIZES.tolist()), tuple((factor * cost.alone(SIZES)).tolist()), *cost.kv_read)
 
 
 def _fit(chains: Sequence[tuple[int, float]]) -> float:

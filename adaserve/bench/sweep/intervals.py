@@ -11,7 +11,7 @@ from scipy.stats import t
 from adaserve.scheduler.interface import FloatArray
 
 DRAWS = 2000
-MOST_SHOWN = 1000.0
+MAX_SHOWN = 1000.0
 _HIGH = 0.95
 
 
@@ -37,7 +37,7 @@ class Interval:
             return ""
         # Few violations leave their ratio open; how many digits its end has says nothing.
         high = scale * self.high
-        end = f"{high:{digits}}" if high < MOST_SHOWN else f"over {MOST_SHOWN:g}"
+        end = f"{high:{digits}}" if high < MAX_SHOWN else f"over {MAX_SHOWN:g}"
         return f" [{scale * self.low:{digits}}, {end}]"
 
 

@@ -19,7 +19,7 @@ TURNS = 3
 """Of a conversation."""
 LONG_TOKENS = (512, 1280)
 """Prompt tokens of a long request are drawn evenly from this range, in logarithms."""
-MOST_CONTEXT = 1792
+MAX_CONTEXT = 1792
 """Tokens that a conversation may grow to. It is from when the embedded pair held 2,048 (8,192 now), and stays
 so that sweeps can be compared."""
 
@@ -37,7 +37,7 @@ def sessions(rows: Rows, rng: np.random.Generator, block_s: float) -> list[Trace
         place = row.slo_class or "", int(row.arrival_s // block_s)
         name, turns, tokens = open_turns.get(place, ("", TURNS, 0))
         whole = tokens + row.prompt_tokens
-        if turns == TURNS or whole + row.output_tokens > MOST_CONTEXT:
+        if turns == TURNS or whole + row.output_tokens > MAX_CONTEXT:
             name, turns, whole = f"conversation-{i}", 0, row.prompt_tokens
         open_turns[place] = (name, turns + 1, whole + row.output_tokens)
         done.append(replace(row, session_id=name, prompt_tokens=whole))

@@ -14,10 +14,10 @@ from adaserve.bench import markdown
 from adaserve.bench.display import table
 from adaserve.bench.host_contention import BUSY, SLOW
 from adaserve.bench.sweep.aggregate import Comparison, Key, Outcome, Results
-from adaserve.bench.sweep.claims import fill_readme
 from adaserve.bench.sweep.figures import draw_all
 from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.plan import Point
+from adaserve.bench.sweep.results_table import fill_readme
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import (
     GATE,

@@ -24,7 +24,7 @@ from adaserve.bench.sweep.host_model import (
 )
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
-from adaserve.config import MOST_RUNNING, AdaServeConfig
+from adaserve.config import MAX_RUNNING, AdaServeConfig
 from adaserve.scheduler.admission.situation import PrefillConfig
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs.latency import LatencyModel
@@ -118,16 +118,16 @@ class Simulator:
         rule = AdaServeConfig().for_prefills if setting.prefill == "slack" else PrefillConfig
         prefill = rule(chunk_tokens=CHUNK_TOKENS)
         return ReplicaConfig(
-            self._latency, kv_tokens=65_536, max_running=MOST_RUNNING, prefill_mode="exclusive",
+            self._latency, kv_tokens=65_536, max_running=MAX_RUNNING, prefill_mode="exclusive",
             prefill=prefill, prefill_cost=self._prefill, row_overhead_s=self._row_s,
         )  # fmt: skip
 
     def _policy(self) -> PolicyConfig:
-        from adaserve.engine.cpu.device import LEAST_GAIN
+        from adaserve.engine.cpu.device import MIN_GAIN
 
         server = self._results.head["server"]
         config = AdaServeConfig(**{name: server[name] for name in ("budget", "max_depth", "max_width")})
-        return config.for_policies(latency=self._latency, early_stop=True, least_gain=LEAST_GAIN)
+        return config.for_policies(latency=self._latency, early_stop=True, least_gain=MIN_GAIN)
 
 
 def sim_requests(records: Sequence[RequestRecord], text: TextModel, seed: int) -> list[SimRequest]:

@@ -19,10 +19,10 @@ from adaserve.scheduler.admission.situation import Situation, WaitingBatch, pref
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.interface import FloatArray
 from adaserve.slo.classes import SLO, SLOConfig, kind_of
-from adaserve.slo.forecast_report import ClassForecast, Forecast
+from adaserve.slo.forecast_types import ClassForecast, Forecast
 from adaserve.slo.ledger import SLOLedger
 
-LEAST_AGE_S = 1.0
+MIN_AGE_S = 1.0
 """A forecast is kept this long."""
 
 PROMPT_TOKENS = 256.0
@@ -41,7 +41,7 @@ class Forecaster:
 
     def is_due(self, idle: bool, now_s: float) -> bool:
         """Whether the latest forecast is too old, or was made before the server became idle."""
-        return now_s - self._made_s >= LEAST_AGE_S or idle != self._idle
+        return now_s - self._made_s >= MIN_AGE_S or idle != self._idle
 
     def arrived(self, req: Any, load: Load) -> None:
         """Predicts the TPOT of a request that is about to be queued, to be compared with what it gets."""

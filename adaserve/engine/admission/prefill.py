@@ -69,13 +69,13 @@ class PrefillPacer:
         costs: LearnedCosts,
         ledger: SLOLedger,
         states: Mapping[int, RequestState],
-        agreement: RankSync,
+        rank_sync: RankSync,
         tenant_share: float = 1.0,
     ) -> None:
         """``states``: the worker's, by request-pool row. ``tenant_share``: share of the time for which one
         tenant's TPOT SLOs may hold up other prompts; without a break at most that share of a prompt's
         patience."""
-        self._agreement = agreement
+        self._rank_sync = rank_sync
         self.mode: str | None = config.prefill
         self._rule = config.for_prefills()
         self._costs, self._ledger, self._states = costs, ledger, states
@@ -129,7 +129,7 @@ class PrefillPacer:
         leaves out have to wait; only those of ``View.places`` can be in it. All tensor-parallel ranks have to
         ask at the same time, and the first one decides.
         """
-        return self._agreement.decide(lambda: self._plan(load, now_s))
+        return self._rank_sync.decide(lambda: self._plan(load, now_s))
 
     def _plan(self, load: Load, now_s: float) -> PrefillPlan:
         view = self.view(load, now_s)

@@ -17,7 +17,7 @@ EXPIRED = "rejected-ttl-expired"
 
 RETRY_RANGE_S = (1, 60)
 
-MOST_JUDGED = 16
+MAX_JUDGED = 16
 """Requests that are judged before an iteration: each needs a prediction, and all that run wait for it."""
 
 
@@ -31,11 +31,11 @@ class Shedder:
         self.enabled = enabled
         self._forecaster, self._ledger, self._classes = forecaster, ledger, classes
         self._judged: WeakSet[Any] = WeakSet()
-        self._left = 0  # of ``MOST_JUDGED``
+        self._left = 0  # of ``MAX_JUDGED``
 
     def refusals(self, load: Load, now_s: float) -> list[tuple[Any, Refusal]]:
         """Requests of the queue that are refused now, each with the reason."""
-        self._left = MOST_JUDGED
+        self._left = MAX_JUDGED
         refused: list[tuple[Any, Refusal]] = []
         staying: list[Any] = []
         ahead = replace(load, waiting=staying)  # which grows as the queue is gone through

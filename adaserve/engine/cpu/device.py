@@ -13,9 +13,9 @@ from torch import Tensor
 from adaserve.checkpoints.draft_kind import HEADS
 from adaserve.config import AdaServeConfig
 from adaserve.engine.cpu import noise
+from adaserve.engine.cpu.draft_heads import HeadForward, head_forward
 from adaserve.engine.cpu.filter import by_selection
 from adaserve.engine.cpu.forwards import CpuForward, cpu_forward
-from adaserve.engine.cpu.heads import HeadForward, head_forward
 from adaserve.engine.cpu.install import store_again
 from adaserve.engine.cpu.linear import Storage, draft_storage
 from adaserve.engine.cpu.medusa import MedusaForward, medusa_forward
@@ -23,7 +23,7 @@ from adaserve.engine.device_timing import HostMark
 from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.trees import verify
 
-LEAST_GAIN = 0.05
+MIN_GAIN = 0.05
 """Building trees is work for the host, and it competes with the models for the same cores."""
 
 
@@ -41,7 +41,7 @@ class CpuDevice:
     """``Device`` on a CPU."""
 
     stops_early = True
-    least_gain = LEAST_GAIN
+    least_gain = MIN_GAIN
     most_beams = None
 
     def __init__(

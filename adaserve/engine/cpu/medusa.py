@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, require_target
 from adaserve.engine.beam_levels import Levels
+from adaserve.engine.cpu.draft_heads import llama_target
 from adaserve.engine.cpu.forwards import forbidding, found
-from adaserve.engine.cpu.heads import llama_target
 from adaserve.engine.cpu.linear import Storage, torch_linear
 from adaserve.engine.cpu.llama import LlamaModel
 from adaserve.engine.cpu.noise import best_of

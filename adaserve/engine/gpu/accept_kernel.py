@@ -19,7 +19,7 @@ from adaserve.engine.trees.verify import SCRATCH_SLOT, Acceptance
 BLOCK = 32
 """Tokens of a request that are looked at together."""
 
-LEAST_PLACES = 16
+MIN_PLACES = 16
 """So that trees of up to 15 levels share one compiled kernel."""
 
 
@@ -51,7 +51,7 @@ def moves_fused(
 
 
 def _places(most: int) -> int:
-    return max(LEAST_PLACES, triton.next_power_of_2(most))
+    return max(MIN_PLACES, triton.next_power_of_2(most))
 
 
 # Compiled once: uploads start anywhere.

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from adaserve.engine.gpu.layout import Extent, change_tree_mask, unpack
+from adaserve.engine.gpu.attention_layout import Extent, change_tree_mask, unpack
 from adaserve.engine.kv_writes import scales_of, write_kv
 from adaserve.engine.model_support import plain_layers, require_no_more
 from adaserve.engine.trees.attention import Scores, TreeAttentionPlan, attend, indptr

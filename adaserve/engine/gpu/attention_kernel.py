@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from adaserve.engine.gpu.attention import AttentionBuffers
+from adaserve.engine.gpu.attention_layout import Extent
 from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.follow_kernel import shorten_fused
-from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.trees.attention import Scores
 from adaserve.scheduler.compiled import INT, INTS, compiled
 
@@ -30,11 +30,11 @@ TILE = 6
 request's KV slots start and how many they are, and how many of them a part has at least. A row is one head of
 one token."""
 
-LEAST_ROWS, MOST_ROWS, MOST_NUMBERS = 16, 64, 8192
+MIN_ROWS, MAX_ROWS, MAX_NUMBERS = 16, 64, 8192
 """Of a tile: a tensor core multiplies 16 rows. More numbers than that, rows times dimensions, do not fit into
 the shared memory of smaller GPUs, beside their keys and values."""
 
-MOST_KEPT, MOST_SPLITS = 1 << 16, 32
+MAX_KEPT, MAX_SPLITS = 1 << 16, 32
 """Rows of all parts of all tiles together, where contexts are cut, and parts of one."""
 
 BUSY = 256
@@ -69,19 +69,19 @@ class Workspace:
     def __init__(self, heads: AttentionShape, device: torch.device) -> None:
         self.group, self._kv_heads = heads.q_heads // heads.kv_heads, heads.kv_heads
         self._dim = triton.next_power_of_2(heads.head_dim)
-        self.partial = torch.empty(MOST_KEPT * (self._dim + 2), dtype=torch.float32, device=device)
-        self.counters = torch.zeros(MOST_KEPT // LEAST_ROWS, dtype=torch.int32, device=device)
+        self.partial = torch.empty(MAX_KEPT * (self._dim + 2), dtype=torch.float32, device=device)
+        self.counters = torch.zeros(MAX_KEPT // MIN_ROWS, dtype=torch.int32, device=device)
         """Of each tile and key head, parts that are done. All are 0 between two forwards."""
 
     def cut(self, requests: int, tokens: int, longest: int) -> Cut:
         """For so many requests with ``tokens`` in all, of which the ``longest`` has so many: others may come,
         but it is made for these. By what was tried on an H200, where short contexts counted most, with heads
         of 64 dimensions. Larger tiles have more warps, which hold them in their registers."""
-        most = min(MOST_ROWS, MOST_NUMBERS // self._dim)
-        rows = min(most, max(LEAST_ROWS, triton.next_power_of_2(longest * self.group)))
+        most = min(MAX_ROWS, MAX_NUMBERS // self._dim)
+        rows = min(most, max(MIN_ROWS, triton.next_power_of_2(longest * self.group)))
         tiles = tokens * self.group // rows + requests
         programs = tiles * self._kv_heads
-        splits = min(MOST_SPLITS, max(1, MOST_KEPT // (programs * rows)))
+        splits = min(MAX_SPLITS, max(1, MAX_KEPT // (programs * rows)))
         warps = max(2 if programs >= BUSY else 4, self._dim // 32, rows * self._dim // 1024)
         return Cut(rows, tiles, splits, self._kv_heads, warps)
 

@@ -20,9 +20,9 @@ from adaserve.engine.beam_levels import Levels
 from adaserve.engine.device import Awaited, Beams, Mark, Ready, Run, Search
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import TreeKernel
+from adaserve.engine.gpu.attention_layout import Extent, list_slots, slot_lists
 from adaserve.engine.gpu.follow_verification import begin_with
 from adaserve.engine.gpu.fused_levels import FusedLevels
-from adaserve.engine.gpu.layout import Extent, list_slots, slot_lists
 from adaserve.engine.gpu.model import Inputs, Parts
 from adaserve.engine.gpu.sizes import SearchKey
 from adaserve.engine.transfer import QueuedCopy, StaticArrays, put

@@ -25,14 +25,14 @@ from adaserve.engine.device import Drafter, Mark
 from adaserve.engine.device_timing import mark
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel
+from adaserve.engine.gpu.draft_heads import GpuHead, gpu_head
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable, capture_all, least_free_bytes, least_of
-from adaserve.engine.gpu.heads import GpuHead, gpu_head
 from adaserve.engine.gpu.kernel_choice import kernel_maker
 from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
 from adaserve.engine.gpu.model import Parts, SGLangCall, known_tokens
 from adaserve.engine.gpu.prompts import (
-    MOST_TOKENS,
+    MAX_TOKENS,
     PromptForward,
     are_wanted,
     prompt_key,
@@ -54,18 +54,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_CAPTURED_ROWS = 64
-MOST_CAPTURED_TOKENS = 512
+MAX_CAPTURED_ROWS = 64
+MAX_CAPTURED_TOKENS = 512
 """Largest padded sizes with a graph; larger batches run eagerly, where launches no longer matter."""
 
 MEASURED_KEYS = 1 << 20
 """Cached tokens of the largest forward that is measured at start (128 requests of 4 tokens at 4096)."""
 
-MOST_BEAMS = 24
+MAX_BEAMS = 24
 """Of all requests in a draft step that is wider than ``NARROW``. With the costs of an H200, drafts of up to
 eight beams pay for that many; the graphs of more would only take time and memory at the start."""
 
-LEAST_TOKENS = 512
+MIN_TOKENS = 512
 """Tokens that forwards have room for, at least."""
 
 
@@ -90,16 +90,16 @@ def reads_prompts(runner: Any, forward: GpuForward) -> bool:
 
 def served_sizes(config: AdaServeConfig, most_rows: int) -> Sizes:
     """Those of a server that runs so many requests at a time."""
-    policies = config.for_policies(most_beams=MOST_BEAMS)
+    policies = config.for_policies(most_beams=MAX_BEAMS)
     widest = {n: policies.widest(n) for n in range(1, most_rows + 1)}
     tokens = max(n * max(1 + config.candidates(w), FIRST * w) for n, w in widest.items())
-    rows = Tiers.up_to(min(most_rows, MOST_CAPTURED_ROWS))
+    rows = Tiers.up_to(min(most_rows, MAX_CAPTURED_ROWS))
     return Sizes(
         rows=rows,
         # In smaller steps, since there tokens cost time: 64 more of them 0.7 to 1.4 ms on an H200.
-        tokens=Tiers.up_to(min(tokens, MOST_CAPTURED_TOKENS), steps=4),
+        tokens=Tiers.up_to(min(tokens, MAX_CAPTURED_TOKENS), steps=4),
         most_rows=most_rows,
-        most_tokens=max(LEAST_TOKENS, tokens),
+        most_tokens=max(MIN_TOKENS, tokens),
         depth=config.max_depth,
         # The fewest requests that are padded to a tier are one more than the tier before has.
         widths=tuple(widest[1 + below] for below in (0, *rows.sizes[:-1])),
@@ -111,7 +111,7 @@ def largest_forward(sizes: Sizes, pool_rows: int) -> tuple[int, int]:
     """The most requests (padding included) and tokens of any forward. Searches pad rows to a tier, graphs of
     prompts have room for a fixed number of requests, and measurements at startup use all requests that have a
     row of the pool."""
-    rows = max(sizes.rows.fit(sizes.most_rows), pool_rows, prompt_key(MOST_TOKENS).rows - 1) + 1
+    rows = max(sizes.rows.fit(sizes.most_rows), pool_rows, prompt_key(MAX_TOKENS).rows - 1) + 1
     return rows, sizes.tokens.fit(sizes.most_tokens)
 
 
@@ -120,7 +120,7 @@ class GpuDevice:
 
     stops_early = False
     least_gain = 0.0
-    most_beams = MOST_BEAMS
+    most_beams = MAX_BEAMS
 
     def __init__(
         self,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.gpu.attention import AttentionBuffers
+from adaserve.engine.gpu.attention_layout import Extent
 from adaserve.engine.gpu.attention_shape import AttentionShape
-from adaserve.engine.gpu.layout import Extent
-from adaserve.engine.gpu.tiles import planned_rows
+from adaserve.engine.gpu.flashinfer_planner import planned_rows
 from adaserve.engine.trees.attention import Scores
 from adaserve.errors import UnsupportedError
 

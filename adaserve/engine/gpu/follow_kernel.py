@@ -1,4 +1,4 @@
-"""``follow.begin_with`` as one Triton kernel, and its part of our attention kernel's tiles as another."""
+"""``follow_verification.begin_with`` as one Triton kernel, and its part of our attention kernel as another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adaserve.engine.device import Awaited
-from adaserve.engine.gpu.layout import LIST
+from adaserve.engine.gpu.attention_layout import LIST
 
 
 def begin_fused(awaited: Awaited, rows: Tensor, there: Mapping[str, Tensor]) -> Tensor:

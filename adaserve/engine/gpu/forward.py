@@ -10,8 +10,8 @@ from torch import Tensor
 
 from adaserve.engine.device import KeepGoing, Mark, Ready, Run, Search
 from adaserve.engine.gpu.attention import TreeKernel
+from adaserve.engine.gpu.attention_layout import LIST, Extent, list_slots, seen_by, slot_lists
 from adaserve.engine.gpu.beam_search import BeamSearches
-from adaserve.engine.gpu.layout import LIST, Extent, list_slots, seen_by, slot_lists
 from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import READ_AT_ONCE, Key, SearchKey
 from adaserve.engine.gpu.unread_candidates import write_nodes

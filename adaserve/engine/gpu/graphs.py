@@ -23,7 +23,7 @@ WARM_UPS = 2
 """Runs before a capture: kernels are compiled and chosen outside the graph."""
 
 
-LEAST_FREE_BYTES = 1 << 30
+MIN_FREE_BYTES = 1 << 30
 """Left to prefills, whose activations are not allocated yet when graphs are captured."""
 
 
@@ -164,11 +164,11 @@ def capture_all(
     as there is memory for the prefills that come. ``free_bytes``: must say the same on every rank, since a
     rank that went on alone would wait for the others inside of a forward."""
     for done, key in enumerate(keys):
-        if free_bytes() < LEAST_FREE_BYTES:
+        if free_bytes() < MIN_FREE_BYTES:
             logger.warning(
                 "AdaServe: %d of %d %s graphs were captured, and the others are left out since less than %d "
                 "MB are free: lower --mem-fraction-static, --max-depth or --max-running-requests",
-                done, len(keys), name, LEAST_FREE_BYTES >> 20,
+                done, len(keys), name, MIN_FREE_BYTES >> 20,
             )  # fmt: skip
             break
         run(key)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LEAST_BLOCK = 16
+MIN_BLOCK = 16
 """So that trees of up to 16 columns and 16 candidates share one compiled kernel."""
 
 PART = 32
@@ -37,7 +37,7 @@ def grow_fused(
 
 
 def _block(size: int) -> int:
-    return max(LEAST_BLOCK, triton.next_power_of_2(size))
+    return max(MIN_BLOCK, triton.next_power_of_2(size))
 
 
 NUMBERS = (

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel, SdpaKernel, TreeKernel, set_out
+from adaserve.engine.gpu.attention_layout import Extent
 from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInferKernel
-from adaserve.engine.gpu.layout import Extent
-from adaserve.engine.gpu.tiles import workspace_bytes
+from adaserve.engine.gpu.flashinfer_planner import workspace_bytes
 from adaserve.engine.trees.attention import Scores
 from adaserve.errors import UnsupportedError
 

@@ -19,8 +19,8 @@ from torch.nn import functional
 from adaserve.checkpoints.medusa import MedusaHeads, load_medusa, require_target
 from adaserve.engine.device import KeepGoing, Ready, Run, Search
 from adaserve.engine.gpu.beam_search import best_children, nothing, queued_beams, transform
+from adaserve.engine.gpu.draft_heads import keep_states
 from adaserve.engine.gpu.fused_levels import FusedLevels
-from adaserve.engine.gpu.heads import keep_states
 from adaserve.engine.gpu.model import Parts
 from adaserve.engine.gpu.sizes import SearchKey
 from adaserve.engine.hidden_states import HiddenStates, final_states

@@ -24,10 +24,10 @@ from adaserve.engine.gpu.sizes import Key, Tiers
 from adaserve.engine.requests import rows_of_pool
 from adaserve.engine.trees.batch import TreeBatch
 
-LEAST_TOKENS, MOST_TOKENS = 16, 512
+MIN_TOKENS, MAX_TOKENS = 16, 512
 """Of a graph."""
 
-LEAST_EACH = 8
+MIN_EACH = 8
 """Tokens of each text, on average, in a full graph. Attention has room for the tiles of every text, and the
 more of it stands empty, the fewer parts long contexts are cut into."""
 
@@ -37,7 +37,7 @@ class PromptForward(GpuForward):
 
     def __init__(self, parts: Parts) -> None:
         """``parts``: of the same model's other forwards."""
-        tokens = Tiers(tuple(t for t in Tiers.up_to(MOST_TOKENS).sizes if t >= LEAST_TOKENS))
+        tokens = Tiers(tuple(t for t in Tiers.up_to(MAX_TOKENS).sizes if t >= MIN_TOKENS))
         self.keys = [prompt_key(t) for t in reversed(tokens.sizes)]
         sizes = replace(parts.sizes, tokens=tokens, captured=frozenset(self.keys))
         super().__init__(replace(parts, sizes=sizes, table=GraphTable(parts.table.capture)))
@@ -49,7 +49,7 @@ class PromptForward(GpuForward):
         return key in self.sizes.captured and self.table.has(key)
 
     def _fitting(self, tokens: int, texts: int) -> Key:
-        return prompt_key(self.sizes.tokens.fit(max(tokens, LEAST_EACH * texts)))
+        return prompt_key(self.sizes.tokens.fit(max(tokens, MIN_EACH * texts)))
 
     def _key(self, batch: TreeBatch) -> Key:
         return self._fitting(len(batch), len(batch.q_lens))
@@ -75,7 +75,7 @@ class PromptForward(GpuForward):
 def prompt_key(tokens: int) -> Key:
     """Each token sees what comes before it in its text, so windows are as wide as all of them. One request
     more holds the padding. ``tokens``: a multiple of 8."""
-    return Key(tokens, tokens // LEAST_EACH + 1, tokens)
+    return Key(tokens, tokens // MIN_EACH + 1, tokens)
 
 
 class PrefillRunner(Protocol):

@@ -1,4 +1,4 @@
-"""``unread.write_nodes`` as one Triton kernel: a program has a token."""
+"""``unread_candidates.write_nodes`` as one Triton kernel: a program has a token."""
 
 from __future__ import annotations
 

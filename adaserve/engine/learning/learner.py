@@ -29,7 +29,7 @@ from adaserve.trainer.versions import DamagedError, Versions
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-MOST_JUDGED = 64
+MAX_JUDGED = 64
 """Judgements that are remembered for the operator."""
 TIGHT = 0.9
 """The trainer waits while a running request has used more than this share of the time that its SLO allows."""
@@ -141,7 +141,7 @@ class Learner:
         state = self.state
         scores = (message.candidate, message.present, message.first)
         judged = Judged(epoch_s(), *scores, message.verdict, message.classes)
-        state.judged = [*state.judged[1 - MOST_JUDGED :], judged]
+        state.judged = [*state.judged[1 - MAX_JUDGED :], judged]
         counts = zip(self._before, (message.requests, message.tokens, message.updates), strict=True)
         state.requests, state.tokens, state.updates = map(sum, counts)
         state.rejected += message.verdict == "worse"
@@ -198,7 +198,7 @@ class Learner:
 def require_learnable(model: Any, folder: str, target: str | None) -> None:
     """Raises UnsupportedError where a trainer could not train such a draft, or nothing that it makes could be
     served: otherwise only the log would say so, after a while. Arguments as of ``Learner``."""
-    from adaserve.trainer.head import learnable  # with what trains heads
+    from adaserve.trainer.draft_head import learnable  # with what trains heads
 
     try:
         if target is None:

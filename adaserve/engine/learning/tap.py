@@ -15,15 +15,15 @@ from adaserve.engine.penalties import has_penalty, stop_tokens
 from adaserve.engine.request_state import DecodeRows, RequestState, temperature_of
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch, path_index
 from adaserve.trainer.records import Record, distributions
-from adaserve.trainer.shared import Ring
+from adaserve.trainer.shared_memory import Ring
 
-MOST_OPEN = 16
+MAX_OPEN = 16
 """Requests that are recorded at the same time."""
-LEAST_POSITIONS, MOST_POSITIONS = 8, 256
+MIN_POSITIONS, MAX_POSITIONS = 8, 256
 """Of a request; later ones are not recorded."""
-MOST_STATE = 6e4
+MAX_STATE = 6e4
 """Hidden states beyond this are cut off: float16 ends near it."""
-MOST_CONTEXT = 1024
+MAX_CONTEXT = 1024
 """Tokens before the first position; earlier ones are cut off."""
 
 NOBODY = np.zeros(0, np.int64)
@@ -55,7 +55,7 @@ class _Open:
     @property
     def cut(self) -> int:
         """The first token that is kept."""
-        return max(0, self.start - MOST_CONTEXT)
+        return max(0, self.start - MAX_CONTEXT)
 
     def record(self) -> Record:
         cut = self.cut
@@ -81,7 +81,7 @@ def _until(tokens: list[int], stops: frozenset[int]) -> list[int]:
 
 
 def _halved(states: Tensor) -> Tensor:
-    return states.clamp(-MOST_STATE, MOST_STATE).half()
+    return states.clamp(-MAX_STATE, MAX_STATE).half()
 
 
 class Tap:
@@ -102,7 +102,7 @@ class Tap:
     def started(self, req: Any, state: RequestState) -> None:
         """A prompt was prefilled, perhaps once more."""
         self.finished(state.rid)
-        if self._may(req, state) and len(self._open) < MOST_OPEN:
+        if self._may(req, state) and len(self._open) < MAX_OPEN:
             text = [*req.origin_input_ids, *state.generated]
             stops = [] if req.sampling_params.ignore_eos else stop_tokens(req)
             self._open[state.rid] = _Open(state, temperature_of(req.sampling_params), text, frozenset(stops))
@@ -193,7 +193,7 @@ class Tap:
                 opened.keep(opened.states, found["states"][here])
             opened.positions += len(served)
             opened.tokens += served
-            ends = opened.positions >= MOST_POSITIONS or len(served) < count
+            ends = opened.positions >= MAX_POSITIONS or len(served) < count
             if ends or self._open_bytes > self._most_bytes:
                 self.finished(rows.states[row].rid)
 
@@ -208,7 +208,7 @@ class Tap:
 
     def finished(self, rid: str) -> None:
         opened = self._open.pop(rid, None)
-        if opened is None or self.ring is None or opened.positions < LEAST_POSITIONS:
+        if opened is None or self.ring is None or opened.positions < MIN_POSITIONS:
             return
         written = self.ring.write(opened.record().to_bytes())
         self.recorded += written

@@ -23,7 +23,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.host.lifetime import PARENT_ENV
 from adaserve.trainer.draft import File
 from adaserve.trainer.messages import Alive, Candidate, Load, Message, Settings, line, receive, send
-from adaserve.trainer.shared import Ring, allocate, memory, shares
+from adaserve.trainer.shared_memory import Ring, allocate, memory, shares
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ STARVED = 0.1
 """A trainer that gets less than this share of a processor cannot answer in time, and is waited for."""
 LAST = 19
 """The lowest priority."""
-MOST_STARTS = 4
+MAX_STARTS = 4
 FIRST_WAIT_S = 5.0
 """Before a trainer is started again; four times as long each time."""
 
@@ -69,7 +69,7 @@ class TrainerLink:
     @property
     def is_over(self) -> bool:
         """Whether no trainer will be started any more."""
-        return self._connection is None and self._starts >= MOST_STARTS
+        return self._connection is None and self._starts >= MAX_STARTS
 
     @property
     def pid(self) -> int | None:
@@ -79,7 +79,7 @@ class TrainerLink:
         """What the trainer has said since. ``served``: the draft that a new one starts from, None for the
         checkpoint's."""
         if self._connection is None:
-            if self._starts < MOST_STARTS and now_s >= self._start_s:
+            if self._starts < MAX_STARTS and now_s >= self._start_s:
                 self._starts += 1
                 try:
                     self._start(served)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-MOST_VALUES = 1 << 23
+MAX_VALUES = 1 << 23
 """Logits in a portion: 64 rows of 128k tokens, 33 MB in fp32."""
 
 BYTES_PER_VALUE = 32
@@ -20,7 +20,7 @@ whatever the vocabulary."""
 
 
 def portions(rows: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of ``rows`` rows, each of ``MOST_VALUES`` logits at most where that is ``ALIGNED_ROWS``."""
-    size = max(ALIGNED_ROWS, MOST_VALUES // vocabulary // ALIGNED_ROWS * ALIGNED_ROWS)
+    """Slices of ``rows`` rows, each of ``MAX_VALUES`` logits at most where that is ``ALIGNED_ROWS``."""
+    size = max(ALIGNED_ROWS, MAX_VALUES // vocabulary // ALIGNED_ROWS * ALIGNED_ROWS)
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))

@@ -28,9 +28,9 @@ from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
 from adaserve.scheduler.interface import MODEL, CandidateTrees, Draft, IterationPlan
 from adaserve.sharpening import DraftSharpening
 
-MOST_PENDING = 8
+MAX_PENDING = 8
 """Tokens that the first step takes in besides the root: the draft has not seen accepted tokens of other
-sources, nor the last one of its own. At most ``LEAST_WINDOW``, so that no gap reaches into them."""
+sources, nor the last one of its own. At most ``MIN_WINDOW``, so that no gap reaches into them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class BeamSource(TreeSource):
     def _catch_up(self, pool_rows: Sequence[int]) -> Run | None:
         """Separate from the first step, so that the policy does not count it as the cost of drafting."""
         room = self._forward.first_tokens
-        most = MOST_PENDING if room is None else room - 1
+        most = MAX_PENDING if room is None else room - 1
         if not (late := self.cache.late(pool_rows, most)):
             return None
         start = self._device.mark()

@@ -12,9 +12,9 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.device import Device
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
+from adaserve.engine.sources.draft_head import HeadSource
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.forced import ForcedSource, spelling_of
-from adaserve.engine.sources.head import HeadSource
 from adaserve.engine.sources.self_draft import SelfDraftSource
 from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.sources.stateless import StatelessSource

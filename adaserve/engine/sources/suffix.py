@@ -29,7 +29,7 @@ from adaserve.scheduler.interface import CandidateTrees
 SUFFIX = 4
 """Bit of ``CandidateTrees.source``."""
 
-MOST_MATCHES = 2
+MAX_MATCHES = 2
 """Earlier places of which the continuation is proposed, the longest match first."""
 
 
@@ -225,7 +225,7 @@ class SuffixSource(TreeSource):
         text, tree = request.text, _Tree()
         request.tree = tree
         if text is not None:
-            matches = self._scopes[request.scope].matches(text)[:MOST_MATCHES]
+            matches = self._scopes[request.scope].matches(text)[:MAX_MATCHES]
             for k, match in enumerate(matches):
                 own = match.text is text
                 tokens = match.continuation(depth, own)

@@ -15,14 +15,14 @@ import pytest
 from rich.console import Console
 
 from adaserve.bench.jsonl import write_records
-from adaserve.bench.sweep import claims, figures
+from adaserve.bench.sweep import figures, results_table
 from adaserve.bench.sweep.aggregate import Block, Comparison, Outcome, Results, compare, together
-from adaserve.bench.sweep.claims import BEGIN, END, fill_readme, simulated
 from adaserve.bench.sweep.commands import Options, plan_of
 from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.measure import server_figures, settled
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.report import summary, write_all
+from adaserve.bench.sweep.results_table import BEGIN, END, fill_readme, simulated
 from adaserve.bench.sweep.store import Store
 from adaserve.slo.run_summary import RequestRecord
 from adaserve.slo.trace import TraceRow
@@ -222,7 +222,7 @@ def test_a_ratio_of_what_happened_in_one_block_says_little() -> None:
 def test_goodput_over_a_rival_that_had_none_is_no_number(mine: list[int]) -> None:
     c = compared(mine, [0, 0])
     assert math.isnan(c.goodput.value)
-    assert claims._shown(c.goodput) == "-"
+    assert results_table._shown(c.goodput) == "-"
 
 
 def test_the_published_rules_are_not_silently_left_out(store: Store) -> None:

@@ -23,14 +23,14 @@ from adaserve.bench.sweep.simulated import (
     to_json,
 )
 from adaserve.bench.sweep.store import Store
-from adaserve.scheduler.costs.latency import LatencyModel, TableCost
+from adaserve.scheduler.costs.latency import LatencyModel, TabulatedCost
 from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
 from adaserve.scheduler.simulator.workload import TextModel
 from tests.bench.sweep.factories import SLO_MS, TTFT_SLO_MS, finished_sweep
 
 PROFILE = LatencyModel(
-    draft=TableCost((1.0, 64.0), (0.0003, 0.001)),
-    verify=TableCost((1.0, 64.0), (0.010, 0.060)),
+    draft=TabulatedCost((1.0, 64.0), (0.0003, 0.001)),
+    verify=TabulatedCost((1.0, 64.0), (0.010, 0.060)),
     overhead_s=0.001,
 )
 PLAN = SweepPlan(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve.bench.sweep.kinds import MOST_CONTEXT
+from adaserve.bench.sweep.kinds import MAX_CONTEXT
 from adaserve.bench.sweep.plan import Point, SweepError
 from adaserve.bench.sweep.prompts import ClassPrompt, PromptPool, cut_to, screened_pool
 from adaserve.bench.sweep.ttft import PrefillTime
@@ -219,7 +219,7 @@ def test_conversations_grow_turn_by_turn_and_stay_within_the_context() -> None:
         for earlier, later in pairwise(turns):
             assert later.prompt_tokens > earlier.prompt_tokens + earlier.output_tokens
             assert later.arrival_s >= earlier.arrival_s
-        assert turns[-1].prompt_tokens + turns[-1].output_tokens <= MOST_CONTEXT
+        assert turns[-1].prompt_tokens + turns[-1].output_tokens <= MAX_CONTEXT
 
 
 def test_a_conversation_ends_with_its_block() -> None:

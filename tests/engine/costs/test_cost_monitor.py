@@ -29,7 +29,7 @@ from adaserve.engine.costs.cost_monitor import (
 from adaserve.engine.costs.measure import Grid
 from adaserve.engine.costs.other_processes import OtherProcesses
 from adaserve.host import cpu_times
-from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TableCost
+from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TabulatedCost
 from adaserve.scheduler.costs.learned import LearnedCosts, known_sizes
 from adaserve.scheduler.costs.profile import Profile
 from adaserve.scheduler.interface import Context
@@ -38,7 +38,7 @@ from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.stats import SLOStats
 
 META = {"host": "here", "target": "pair", "device": "cpu"}
-TABLE = TableCost((1.0, 4.0, 8.0, 16.0, 32.0), (0.010, 0.011, 0.013, 0.012, 0.020))
+TABLE = TabulatedCost((1.0, 4.0, 8.0, 16.0, 32.0), (0.010, 0.011, 0.013, 0.012, 0.020))
 QUIET = LatencyModel(ForwardCost(2e-4), TABLE, 1e-3)
 KEPT = replace(QUIET, verify=replace(TABLE, known=TABLE.tokens))
 

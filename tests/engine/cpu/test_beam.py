@@ -19,7 +19,7 @@ from adaserve.engine.cpu.noise import transformed
 from adaserve.engine.device import Beams, KeepGoing, Ready, Search
 from adaserve.engine.logits.logit_transform import LogitTransform
 from adaserve.engine.request_state import DecodeRows, RequestState
-from adaserve.engine.sources.beam import MOST_PENDING, BeamSource
+from adaserve.engine.sources.beam import MAX_PENDING, BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache, Held
 from adaserve.engine.sources.source import KeepDrafting
 from adaserve.engine.trees import verify
@@ -136,7 +136,7 @@ def test_the_same_trees(depth: int, width: int, behind: int, recent: np.ndarray 
     one, other = (Setting(forward, behind, recent=recent) for forward in (NativeForward, WalkingForward))
     same(one, one.propose(depth, width), other, other.propose(depth, width))
     assert one.held() == [Held(length, []) for length in LENGTHS]
-    assert one.caught_up == (behind > MOST_PENDING)
+    assert one.caught_up == (behind > MAX_PENDING)
 
 
 def logprobs_of(case: Setting, row: int, path: tuple[int, ...]) -> torch.Tensor:

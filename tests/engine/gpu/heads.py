@@ -12,12 +12,12 @@ from adaserve.engine.cpu.forwards import LlamaForward
 from adaserve.engine.cpu.params import Before
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel
 from adaserve.engine.gpu.device import GpuDevice
+from adaserve.engine.gpu.draft_heads import GpuHead
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable
-from adaserve.engine.gpu.heads import GpuHead
 from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import Sizes, Tiers
-from tests.engine.cpu.test_heads import Setting
+from tests.engine.cpu.test_draft_heads import Setting
 from tests.engine.gpu.factories import CPU
 from tests.engine.heads import Head
 from tests.engine.mtp import Mtp

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine.gpu import kernel_choice, tiles
+from adaserve.engine.gpu import flashinfer_planner, kernel_choice
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel, set_out
 from adaserve.engine.gpu.attention_kernel import (
     BUSY,
@@ -26,13 +26,13 @@ from adaserve.engine.gpu.attention_kernel import (
     Workspace,
     tiles_of,
 )
+from adaserve.engine.gpu.attention_layout import Extent
 from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.device import served_sizes
 from adaserve.engine.gpu.flashinfer_kernel import FlashInferKernel
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable
 from adaserve.engine.gpu.kernel_choice import usable
-from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import READ_AT_ONCE
 from adaserve.engine.trees.attention import Scores
@@ -254,14 +254,14 @@ def test_flashinfer_has_room_for_its_plans(
     q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int, tile: int
 ) -> None:
     heads = AttentionShape(q_heads, kv_heads, dim, 1.0, torch.float16, torch.float16)
-    room = tiles.workspace_bytes(heads, rows, tokens)
+    room = flashinfer_planner.workspace_bytes(heads, rows, tokens)
     assert planned_bytes(q_heads, kv_heads, dim, rows, tokens, tile) <= room
     if (kv_heads, rows) == (8, 65):
-        assert room == tiles.WORKSPACE_BYTES, "nothing more for the models that are served most"
+        assert room == flashinfer_planner.WORKSPACE_BYTES, "nothing more for the models that are served most"
     # With more requests for the sake of smaller tiles, too.
     group = q_heads // kv_heads
     for longest in (1, 3, 16, 100):
-        planned = tiles.planned_rows(heads, rows, tokens, longest, room)
+        planned = flashinfer_planner.planned_rows(heads, rows, tokens, longest, room)
         chosen = planned_tile(planned, tokens, group)
         assert planned >= rows and planned_bytes(q_heads, kv_heads, dim, planned, tokens, chosen) <= room
 
@@ -280,9 +280,13 @@ def planned_tile(rows: int, tokens: int, group: int) -> int:
 def test_tiles_are_as_large_as_the_requests_ask_for(rows: int, tokens: int, longest: int, tile: int) -> None:
     """Drafts and verifications of a model whose key heads serve four heads each."""
     heads = AttentionShape(32, 8, 128, 1.0, torch.float16, torch.float16)
-    planned = tiles.planned_rows(heads, rows, tokens, longest, tiles.WORKSPACE_BYTES)
+    planned = flashinfer_planner.planned_rows(
+        heads, rows, tokens, longest, flashinfer_planner.WORKSPACE_BYTES
+    )
     assert planned_tile(planned, tokens, 4) == tile
-    assert tiles.planned_rows(heads, rows, tokens, longest, 0) == rows, "there is no room for more"
+    assert flashinfer_planner.planned_rows(heads, rows, tokens, longest, 0) == rows, (
+        "there is no room for more"
+    )
 
 
 def test_flashinfer_copies_and_clears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

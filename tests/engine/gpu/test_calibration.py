@@ -11,7 +11,7 @@ import torch
 
 from adaserve.engine.costs import measure
 from adaserve.engine.device_timing import HostMark
-from adaserve.engine.gpu.device import MOST_CAPTURED_TOKENS, GpuDevice
+from adaserve.engine.gpu.device import MAX_CAPTURED_TOKENS, GpuDevice
 from adaserve.engine.gpu.sizes import Sizes, Tiers
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import SIZES, Requests, TinyModel, device_forward
@@ -43,7 +43,7 @@ def test_only_forwards_count() -> None:
 def test_measured_verifications_have_graphs(most_rows: int) -> None:
     """Also those of more tokens than four for each request that can be there."""
     tokens = (1, 3, 16, 64, 256, 384, 512)
-    sizes = Sizes(Tiers.up_to(64), Tiers.up_to(MOST_CAPTURED_TOKENS, steps=4), most_rows, most_tokens=1024)
+    sizes = Sizes(Tiers.up_to(64), Tiers.up_to(MAX_CAPTURED_TOKENS, steps=4), most_rows, most_tokens=1024)
     captured, seen = set(sizes.verifications()), []
 
     def step(batch: TreeBatch) -> int:

@@ -21,11 +21,11 @@ from adaserve.engine.cpu import Inputs
 from adaserve.engine.decisions import Decisions
 from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.device_timing import HostMark
-from adaserve.engine.kv_caches import KVCaches
+from adaserve.engine.kv_compaction import KVCompactor
 from adaserve.engine.learning.tap import Tap
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.rank_sync import RankSync
-from adaserve.engine.request_state import Asked, RequestState
+from adaserve.engine.request_state import BatchRequests, RequestState
 from adaserve.engine.requests import Requests as ServedRequests
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sampling import Settings
@@ -38,8 +38,8 @@ from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.scheduler.costs.latency import default_latency
 from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import MODEL, SECOND_MODEL, IterationOutcome
+from adaserve.scheduler.iteration_recording import Recorder, read_recording, replay
 from adaserve.scheduler.policies import PolicyConfig, build_policy
-from adaserve.scheduler.replay import Recorder, read_recording, replay
 from adaserve.slo.lengths import OutputLengths
 from tests.engine.gpu.factories import Pool, Requests, TinyModel, graph_device, host_device
 
@@ -111,7 +111,7 @@ class Run:
         self.loop = DecodeLoop(
             device=parts,
             sources=self.beams or [StatelessSource(parts.self_drafter, SHARPENING, DEPTH * WIDTH, DEPTH)],
-            caches=KVCaches(
+            caches=KVCompactor(
                 parts, [Pool(model) for model in (self.target, *self.models)], requests.req_to_token
             ),
             requests=ServedRequests((1, 0)),
@@ -436,11 +436,16 @@ def test_what_requests_ask_for_is_read_while_the_outcome_is_awaited(monkeypatch:
 
         monkeypatch.setattr(owner, name, call)
 
-    for owner, name in ((Asked, "of"), (Settings, "of"), (QueuedCopy, "read"), (Asked, "running")):
+    for owner, name in (
+        (BatchRequests, "of"),
+        (Settings, "of"),
+        (QueuedCopy, "read"),
+        (BatchRequests, "running"),
+    ):
         noted(owner, name)
     run.step()
-    assert events[:3] == ["Settings.of", "Asked.of", "QueuedCopy.read"]
-    assert events.index("Asked.running") > 2, "it needs the lengths"
+    assert events[:3] == ["Settings.of", "BatchRequests.of", "QueuedCopy.read"]
+    assert events.index("BatchRequests.running") > 2, "it needs the lengths"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,7 +14,7 @@ import torch
 
 from adaserve.engine.device import Beams
 from adaserve.engine.device_timing import HostMark
-from adaserve.engine.kv_caches import KVCaches
+from adaserve.engine.kv_compaction import KVCompactor
 from adaserve.engine.queued_ahead import DraftAhead
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.source import ProposalAhead
@@ -184,7 +184,7 @@ COMPILED = """
 import torch
 from adaserve.engine.gpu.attention_kernel import TILE
 from adaserve.engine.gpu.follow_kernel import _begin, _shorten
-from adaserve.engine.gpu.layout import LIST
+from adaserve.engine.gpu.attention_layout import LIST
 from tests.engine.gpu.compiling import compiles_once
 
 numbers, tiles, begins, shortens = torch.zeros(9).long(), torch.zeros(9, dtype=torch.int32), [], []
@@ -225,13 +225,13 @@ def test_not_where_outcomes_are_awaited() -> None:
 def test_the_clock_of_early_drafts_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """KV moves between an outcome and the draft behind it. If that time were lost, iterations would end
     the earlier the longer drafts are queued ahead, and prompts would seem to take what is missing."""
-    run, compact = Run("chain-3", overlap=True), KVCaches.compact
+    run, compact = Run("chain-3", overlap=True), KVCompactor.compact
 
     def slow(*args: Any) -> None:
         compact(*args)
         time.sleep(0.05)
 
-    monkeypatch.setattr(KVCaches, "compact", slow)
+    monkeypatch.setattr(KVCompactor, "compact", slow)
     for _ in range(6):
         run.step()
     iteration, ahead = run.loop._arriving, run.loop._ahead

@@ -38,7 +38,7 @@ def written_out(row: list[float], temperature: float, top_k: int, top_p: float, 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_sort_keeps_what_the_rule_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of few values, so that many are equal; in portions, and only in the rows that are named."""
-    monkeypatch.setattr(portions, "MOST_VALUES", 16)
+    monkeypatch.setattr(portions, "MAX_VALUES", 16)
     monkeypatch.setattr(portions, "ALIGNED_ROWS", 2)
     logits = torch.randint(-6, 6, (9, 40), generator=torch.Generator().manual_seed(seed)).float() / 2
     asked = [

@@ -17,15 +17,15 @@ import torch
 from adaserve.config import AdaServeConfig
 from adaserve.engine.gpu import beam_search, model
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel
-from adaserve.engine.gpu.device import MOST_BEAMS, GpuDevice, served_sizes
+from adaserve.engine.gpu.attention_layout import Extent, unpack
+from adaserve.engine.gpu.device import MAX_BEAMS, GpuDevice, served_sizes
 from adaserve.engine.gpu.graphs import (
-    LEAST_FREE_BYTES,
+    MIN_FREE_BYTES,
     CapturedGraph,
     EagerGraph,
     GraphTable,
     capture_all,
 )
-from adaserve.engine.gpu.layout import Extent, unpack
 from adaserve.engine.gpu.sizes import READ_AT_ONCE, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.transfer import QueuedCopy, StaticArrays, put
 from adaserve.engine.trees.batch import TreeBatch
@@ -84,7 +84,7 @@ def test_graphs_end_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
         table.get(key, lambda: ran.append(key)).replay()
 
     monkeypatch.setattr(GraphTable, "_make", capture)
-    free = iter([LEAST_FREE_BYTES + 5, LEAST_FREE_BYTES, LEAST_FREE_BYTES - 1])
+    free = iter([MIN_FREE_BYTES + 5, MIN_FREE_BYTES, MIN_FREE_BYTES - 1])
     capture_all("draft", [3, 2, 1], run, table, lambda: next(free))
     for key in (1, 3):
         run(key)
@@ -236,7 +236,7 @@ def test_sizes_that_are_served() -> None:
     }  # fmt: skip
     assert (sizes.columns, sizes.most_tokens) == (1 + 5 * 8, 64 * (1 + 5 * 3))
     assert served_sizes(AdaServeConfig(max_width=8, forced_depth=0), most_rows=2).tokens.sizes[-1] == 2 * 41
-    policies = AdaServeConfig(max_width=8).for_policies(most_beams=MOST_BEAMS)
+    policies = AdaServeConfig(max_width=8).for_policies(most_beams=MAX_BEAMS)
     for n in range(1, 65):
         assert SearchKey(sizes.rows.fit(n), (policies.widest(n),) * 5) in set(sizes.searches())
 

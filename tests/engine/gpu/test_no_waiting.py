@@ -137,12 +137,12 @@ def test_the_watch_sees_what_waits() -> None:
     assert len(watch.waits) >= 6 and watch.launches >= 5
 
 
-MOST_LAUNCHES = {"none": 15, "adaserve": 15, "chain-3": 11, "priced": 15}
+MAX_LAUNCHES = {"none": 15, "adaserve": 15, "chain-3": 11, "priced": 15}
 """Of one iteration at depth 4 at most, graphs among them. Lower them when you can."""
 
 
 @pytest.mark.parametrize(
-    ("policy", "unread"), [*((policy, False) for policy in MOST_LAUNCHES), ("chain-3", True)]
+    ("policy", "unread"), [*((policy, False) for policy in MAX_LAUNCHES), ("chain-3", True)]
 )
 @pytest.mark.parametrize("is_early", [False, True])
 def test_an_iteration(policy: str, is_early: bool, unread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_an_iteration(policy: str, is_early: bool, unread: bool, monkeypatch: py
     assert run.loop._arriving.unread == unread
     assert len(read) == 1 + drafted, "the last outcome, and the candidates"
     assert watch.graphs == 1 + drafted, "a draft with all its steps, and a verification"
-    assert watch.launches <= MOST_LAUNCHES[policy] + unread
+    assert watch.launches <= MAX_LAUNCHES[policy] + unread
     count = 2 + drafted + (drafted and is_early)
     assert len(uploads) == count, f"for each graph, and for the walk behind a verification: {uploads}"
     inputs, walk = (next(i for i, names in enumerate(uploads) if n in names) for n in ("inputs", "root"))
@@ -300,7 +300,7 @@ def test_a_new_request_that_nobody_drafts_for(monkeypatch: pytest.MonkeyPatch) -
     assert run.loop._ahead is not None
 
 
-MOST_LAUNCHES_OF_A_STEP = 6
+MAX_LAUNCHES_OF_A_STEP = 6
 """Of a draft with three beams, besides its model's. Each takes 1 to 2 us, in a step of a millisecond."""
 
 
@@ -325,7 +325,7 @@ def test_a_draft_step(monkeypatch: pytest.MonkeyPatch) -> None:
         with as_on_a_gpu(watch := Watch(), monkeypatch):
             forward.capture(SearchKey(2, (3,) * depth))
         launched.append(watch.launches)
-    assert launched[1] - launched[0] <= MOST_LAUNCHES_OF_A_STEP
+    assert launched[1] - launched[0] <= MAX_LAUNCHES_OF_A_STEP
 
 
 class LateMark:

@@ -8,13 +8,13 @@ import torch
 
 from adaserve.bench.gpu_check.kernels import check_filters, check_noise
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, set_out
+from adaserve.engine.gpu.attention_layout import Extent, change_tree_mask
 from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInferKernel
-from adaserve.engine.gpu.layout import Extent, change_tree_mask
-from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
+from adaserve.engine.gpu.flashinfer_planner import WORKSPACE_BYTES
 from adaserve.engine.transfer import put
 from adaserve.engine.trees.attention import Scores
-from tests.engine.gpu.test_layout import random_case
+from tests.engine.gpu.test_attention_layout import random_case
 from tests.engine.gpu.triton_check import compare
 
 pytestmark = [

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.gpu.device import largest_forward
 from adaserve.engine.gpu.graphs import EagerGraph
-from adaserve.engine.gpu.prompts import LEAST_EACH, MOST_TOKENS, PromptForward, ShortPrompts, are_wanted
+from adaserve.engine.gpu.prompts import MAX_TOKENS, MIN_EACH, PromptForward, ShortPrompts, are_wanted
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import SIZES, Requests, TinyModel, device_forward
 
@@ -57,15 +57,15 @@ def test_logits_and_cache_are_the_hosts(texts: Texts) -> None:
 def test_every_size_has_room() -> None:
     requests = Requests([5])
     reader = PromptForward(device_forward(requests, TinyModel(requests.slots), []).parts)
-    for tokens in range(1, MOST_TOKENS + 1):
-        for texts in {1, min(2, tokens), min(tokens, MOST_TOKENS // LEAST_EACH)}:
+    for tokens in range(1, MAX_TOKENS + 1):
+        for texts in {1, min(2, tokens), min(tokens, MAX_TOKENS // MIN_EACH)}:
             assert reader.fits(tokens, texts)
             q_lens = np.array([tokens - texts + 1, *[1] * (texts - 1)])
             rows = np.ones(texts, np.int64)
             key = reader._key(TreeBatch.causal(np.zeros(tokens, np.int64), rows, 0 * rows, q_lens))
             assert key in reader.keys and key.tokens >= tokens and key.rows > texts
             assert key.columns >= q_lens.max() and key.columns % 8 == 0
-    assert not reader.fits(MOST_TOKENS + 1, 1) and not reader.fits(100, MOST_TOKENS // LEAST_EACH + 1)
+    assert not reader.fits(MAX_TOKENS + 1, 1) and not reader.fits(100, MAX_TOKENS // MIN_EACH + 1)
 
 
 @pytest.mark.parametrize("most_rows", [1, 8, 200])
@@ -160,8 +160,8 @@ def test_first_tokens_come_of_the_tokens_on_the_device() -> None:
 LEFT: dict[str, dict[str, Any]] = {
     "a verification": {"forward_mode": ForwardMode.TARGET_VERIFY},
     "prompts beside decoding": {"forward_mode": ForwardMode.MIXED},
-    "many tokens": {"input_ids": torch.zeros(MOST_TOKENS + 1)},
-    "many prompts": {"batch_size": MOST_TOKENS // LEAST_EACH + 1},
+    "many tokens": {"input_ids": torch.zeros(MAX_TOKENS + 1)},
+    "many prompts": {"batch_size": MAX_TOKENS // MIN_EACH + 1},
     "embeddings": {"input_embeds": torch.zeros(1)},
     "embeddings of some tokens": {"replace_embeds": torch.zeros(1)},
     "hidden states": {"capture_hidden_mode": CaptureHiddenMode.FULL},

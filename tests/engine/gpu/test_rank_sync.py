@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from adaserve.engine.decisions import Decisions
-from adaserve.engine.gpu.graphs import LEAST_FREE_BYTES, GraphTable, capture_all, least_of
+from adaserve.engine.gpu.graphs import MIN_FREE_BYTES, GraphTable, capture_all, least_of
 from adaserve.engine.rank_sync import RankSync
 from adaserve.scheduler.costs.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
@@ -49,7 +49,7 @@ def rank(number: int, rendezvous: str, out: str) -> None:
     selection = rank_sync.decide(lambda: policy.select(plan, trees))
     lone = policy.select(own, trees)
     # Memory for one graph on the first rank, and for two on the second one.
-    free = iter(LEAST_FREE_BYTES + delta for delta in ([5, -1, -2], [6, 5, -2])[number])
+    free = iter(MIN_FREE_BYTES + delta for delta in ([5, -1, -2], [6, 5, -2])[number])
     captured: list[int] = []
     capture_all(
         "draft", [3, 2, 1], captured.append, GraphTable(capture=True),

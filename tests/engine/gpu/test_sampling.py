@@ -177,7 +177,7 @@ def test_portions_draw_the_same(
     requests, drawn = [sampling_request(**s) for s in settings], []
     for rows in (1000, 3):
         monkeypatch.setattr(portions, "ALIGNED_ROWS", 1)
-        monkeypatch.setattr(portions, "MOST_VALUES", rows * VOCABULARY)
+        monkeypatch.setattr(portions, "MAX_VALUES", rows * VOCABULARY)
         drawn.append(sampling.draw(logits_of(case) * 3, step_of(case.device, case, requests)).tolist())
     assert drawn[0] == drawn[1]
 
@@ -203,7 +203,7 @@ def test_draws_take_bounded_memory_and_wait_for_nothing(
     are filtered and read again."""
     n = len(GENERATED)
     batch = tree_batch([list(range(1, ROWS // 2)), list(range(ROWS // 2))], n)
-    monkeypatch.setattr(portions, "MOST_VALUES", 16 * WIDE)
+    monkeypatch.setattr(portions, "MAX_VALUES", 16 * WIDE)
     logits = torch.randn(len(batch), WIDE, generator=torch.Generator().manual_seed(1))
     values = {"is_all_greedy": False, "has_custom_logit_processor": False, "sampling_seed": None,
               "logit_bias": torch.zeros(n, WIDE) if bias else None}  # fmt: skip

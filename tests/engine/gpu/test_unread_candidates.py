@@ -20,8 +20,8 @@ from adaserve.engine.transfer import QueuedCopy
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.scheduler.costs.learned import LearnedCosts
+from adaserve.scheduler.iteration_recording import Recorder, read_recording, replay
 from adaserve.scheduler.policies import build_policy
-from adaserve.scheduler.replay import Recorder, read_recording, replay
 from adaserve.scheduler.selection import everything
 from tests.engine.gpu.scripts import python
 from tests.engine.gpu.test_decode import DEPTH, LENGTHS, TOKENS, WIDTH, Run, check_draft_cache, policy_config

@@ -11,7 +11,7 @@ import pytest
 
 from adaserve.engine.device_timing import HostMark
 from adaserve.engine.gpu.forward import GpuForward
-from adaserve.engine.request_state import UNKNOWN, Asked
+from adaserve.engine.request_state import UNKNOWN, BatchRequests
 from adaserve.engine.sampling import Settings
 from adaserve.engine.transfer import QueuedCopy
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
@@ -128,7 +128,7 @@ def test_not_where_more_has_to_be_known(what: Callable[[Any, Run], None]) -> Non
 
 def ahead(run: Run, batch: Any) -> bool:
     states = run.loop.requests.at(batch.req_pool_indices.tolist())
-    asked, settings, last = Asked.of(batch.reqs, states), Settings.of(batch.reqs), run.loop._arriving
+    asked, settings, last = BatchRequests.of(batch.reqs, states), Settings.of(batch.reqs), run.loop._arriving
     return last is not None and run.loop._goes_ahead(last, batch, asked, settings)
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, set_out
+from adaserve.engine.gpu.attention_layout import Extent, seen_by
 from adaserve.engine.gpu.attention_shape import AttentionShape
 from adaserve.engine.gpu.kernel_choice import own_kernel
-from adaserve.engine.gpu.layout import Extent, seen_by
 from adaserve.engine.trees.attention import Scores
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import CPU
-from tests.engine.gpu.test_layout import random_case
+from tests.engine.gpu.test_attention_layout import random_case
 
 PLAIN = Scores(0.3)
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.learning.tap import LEAST_POSITIONS, MOST_OPEN, MOST_STATE, Tap
+from adaserve.engine.learning.tap import MAX_OPEN, MAX_STATE, MIN_POSITIONS, Tap
 from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.transfer import QueuedCopy, put
 from adaserve.engine.trees import verify
 from adaserve.noise import gumbel
 from adaserve.trainer import sharpening_fit
 from adaserve.trainer.records import Record
-from adaserve.trainer.shared import Ring, allocate
+from adaserve.trainer.shared_memory import Ring, allocate
 from tests.engine.trees.factories import (
     FakeModel,
     decode_rows,
@@ -125,7 +125,7 @@ def test_what_was_accepted_behind_the_end_of_a_text_is_not_recorded(
     ring: tuple[Ring, Ring], ignores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang cuts it, so nobody was served it."""
-    monkeypatch.setattr("adaserve.engine.learning.tap.LEAST_POSITIONS", 1)
+    monkeypatch.setattr("adaserve.engine.learning.tap.MIN_POSITIONS", 1)
     plain = Service(ring[0], [[3, 4, 5, 6, 7]])
     plain.start()
     for _ in range(12):
@@ -172,7 +172,7 @@ def test_hidden_states_end_where_float16_does(ring: tuple[Ring, Ring]) -> None:
     service.tap.finished("r0")
     (record,) = read_all(ring[1])
     assert record.states is not None and len(np.unique(record.states, axis=0)) == 1
-    assert record.states[0].tolist() == [MOST_STATE, -MOST_STATE, 2.0]
+    assert record.states[0].tolist() == [MAX_STATE, -MAX_STATE, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_open_records_take_half_as_much_memory_as_the_ring() -> None:
         for req, state in zip(service.reqs, service.states, strict=True):
             if state.rid not in service.tap._open:
                 service.tap.started(req, state)
-    assert len(records) > 2 and all(len(r) >= LEAST_POSITIONS for r in records)
+    assert len(records) > 2 and all(len(r) >= MIN_POSITIONS for r in records)
     assert service.tap.dropped == 0
     os.close(fd)
 
@@ -241,14 +241,14 @@ def test_a_text_with_a_gap_is_dropped(ring: tuple[Ring, Ring]) -> None:
 
 
 def test_the_number_of_open_records_is_bounded(ring: tuple[Ring, Ring]) -> None:
-    service = Service(ring[0], [[3, 4]] * (MOST_OPEN + 3))
+    service = Service(ring[0], [[3, 4]] * (MAX_OPEN + 3))
     service.start()
     while max(service.lengths) < 55:  # the factories' slots end at 64
         service.iterate()
     for state in service.states:
         service.tap.finished(state.rid)
     records = read_all(ring[1])
-    assert len(records) == MOST_OPEN
+    assert len(records) == MAX_OPEN
 
 
 def test_nothing_is_recorded_while_the_ring_is_half_full(ring: tuple[Ring, Ring]) -> None:
@@ -263,8 +263,8 @@ def test_nothing_is_recorded_while_the_ring_is_half_full(ring: tuple[Ring, Ring]
 
 
 def test_a_long_text_is_cut(ring: tuple[Ring, Ring], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adaserve.engine.learning.tap.MOST_POSITIONS", 12)
-    monkeypatch.setattr("adaserve.engine.learning.tap.MOST_CONTEXT", 2)
+    monkeypatch.setattr("adaserve.engine.learning.tap.MAX_POSITIONS", 12)
+    monkeypatch.setattr("adaserve.engine.learning.tap.MAX_CONTEXT", 2)
     service = Service(ring[0], [[3, 4, 5, 6]])
     service.states[0].key = 7
     service.start()

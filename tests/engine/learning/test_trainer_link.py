@@ -21,7 +21,7 @@ import torch
 from adaserve.config import AdaServeConfig
 from adaserve.engine.learning import trainer_link
 from adaserve.engine.learning.trainer_link import (
-    MOST_STARTS,
+    MAX_STARTS,
     SILENT_S,
     TrainerLink,
     bytes_of,
@@ -65,7 +65,7 @@ def test_a_trainer_that_died_starts_again_from_the_draft_that_serves(link: Train
 
 def test_one_that_hangs_is_stopped_and_there_is_an_end_to_it(link: TrainerLink) -> None:
     now_s = 0.0
-    for _ in range(MOST_STARTS):
+    for _ in range(MAX_STARTS):
         assert not link.is_over
         link.look(False, now_s, None)
         assert link.pid is not None
@@ -137,7 +137,7 @@ def test_one_that_is_never_started_is_given_up(link: TrainerLink, monkeypatch: p
         raise OSError(errno.EMFILE, "no descriptor left")
 
     monkeypatch.setattr(trainer_link, "allocate", none_left)
-    for _ in range(MOST_STARTS):
+    for _ in range(MAX_STARTS):
         assert not link.is_over
         link.look(False, 0.0, None)
     assert link.is_over and link.look(False, 1e6, None) == []

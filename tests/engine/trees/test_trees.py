@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.sources.beam import MOST_PENDING
+from adaserve.engine.sources.beam import MAX_PENDING
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.attention import attention_plan, token_slots
 from adaserve.engine.trees.proposal import Proposal, merge
@@ -83,7 +83,7 @@ def test_the_draft_catches_up_and_writes_into_its_window(behind: int) -> None:
     case = Drafted(rows, behind=behind)
     proposal = case.propose(3, 2)
     assert proposal is not None
-    late = behind > MOST_PENDING  # then in a forward of its own, whose time is not that of drafting
+    late = behind > MAX_PENDING  # then in a forward of its own, whose time is not that of drafting
     assert case.caught_up == late
     expected = [*range(5 - behind, 5), *range(9 - behind, 9)]
     fed: dict[int, list[int]] = {7: [], 1: [], 2: []}

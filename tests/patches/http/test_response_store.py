@@ -17,7 +17,7 @@ from adaserve.patches.http import response_store
 
 
 def test_the_ones_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(response_store, "MAX_CHARACTERS", 1000)
     serving = SimpleNamespace()
     response_store._bound(None, serving)
     responses, messages = serving.response_store, serving.msg_store
@@ -31,7 +31,7 @@ def test_the_ones_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_storing_again_takes_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(response_store, "MAX_CHARACTERS", 1000)
     kept = response_store.Kept()
     for status in ("queued", "completed") * 50:
         kept["resp_0"] = status
@@ -67,7 +67,7 @@ def test_a_conversation_that_is_dropped_meanwhile_goes_on(
     elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``elsewhere``: the answer is made in another task, as a stream or in the background."""
-    monkeypatch.setattr(response_store, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(response_store, "MAX_CHARACTERS", 1000)
     serving = with_history()
     serving.msg_store["resp_0"], serving.response_store["resp_0"] = ["hello"], "r"
     turn = ResponsesRequest(input=[{"role": "user", "content": "more"}], previous_response_id="resp_0")

@@ -49,7 +49,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 
 def test_those_that_were_used_last_stay(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_memory, "MOST_GRAMMARS", 2)
+    monkeypatch.setattr(grammar_memory, "MAX_GRAMMARS", 2)
     backend.keep("a")
     backend.keep("b")
     _use(backend, ("json", "a"), False)
@@ -59,7 +59,7 @@ def test_those_that_were_used_last_stay(backend: Backend, monkeypatch: pytest.Mo
 
 
 def test_large_ones_are_few(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_memory, "MOST_BYTES", 1000)
+    monkeypatch.setattr(grammar_memory, "MAX_BYTES", 1000)
     for text in "abc":
         backend.keep(text, 400)
     assert backend.kept == ["b", "c"]
@@ -72,7 +72,7 @@ def test_large_ones_are_few(backend: Backend, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_emptied_cache_is_empty(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_memory, "MOST_BYTES", 1000)
+    monkeypatch.setattr(grammar_memory, "MAX_BYTES", 1000)
     backend.keep("a", 900)
     backend.cache.clear()
     backend.keep("b", 900)
@@ -82,7 +82,7 @@ def test_an_emptied_cache_is_empty(backend: Backend, monkeypatch: pytest.MonkeyP
 def test_what_lies_behind_a_reasoning_parser_counts(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_memory, "MOST_BYTES", 1000)
+    monkeypatch.setattr(grammar_memory, "MAX_BYTES", 1000)
     inner = SimpleNamespace(ctx=SimpleNamespace(memory_size_bytes=2000))
     _keep(BaseGrammarBackend.set_cache, backend, ("json", "a"), SimpleNamespace(grammar=inner))
     assert backend.kept == []
@@ -101,7 +101,7 @@ def test_the_compiler_of_the_grammars_has_the_same_limit(backend: Backend) -> No
     made: Any = backend
     made._tokenizer_info = TokenizerInfo(["a", "b", "</s>"], stop_token_ids=[2])
     _limit_compiler(None, made, None)
-    assert made.grammar_compiler.cache_limit_bytes == grammar_memory.MOST_BYTES
+    assert made.grammar_compiler.cache_limit_bytes == grammar_memory.MAX_BYTES
 
 
 @pytest.mark.parametrize(("device", "threads", "gives_way"), [("cpu", 1, True), ("cuda", 8, False)])

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from torch import Tensor
 
-from adaserve.patches.scheduler.logit_processors import MOST_KEPT, apply_processors, keeping_few
+from adaserve.patches.scheduler.logit_processors import MAX_KEPT, apply_processors, keeping_few
 
 
 def applied(*entries: tuple[Any, list[dict[str, Any]]]) -> tuple[Tensor, list[Any]]:
@@ -65,7 +65,7 @@ def test_few_processors_are_kept() -> None:
     forever = cache(lambda text: read.append(text) or text.upper())
     few: Any = keeping_few(forever)
     for _ in range(2):
-        assert [few(str(i)) for i in range(MOST_KEPT + 1)] == [str(i) for i in range(MOST_KEPT + 1)]
+        assert [few(str(i)) for i in range(MAX_KEPT + 1)] == [str(i) for i in range(MAX_KEPT + 1)]
     assert few("0") == "0" and few("0") == "0"
-    assert few.cache_info().currsize == MOST_KEPT and forever.cache_info().currsize == 0
-    assert len(read) > 2 * MOST_KEPT, "those that were forgotten are read once more"
+    assert few.cache_info().currsize == MAX_KEPT and forever.cache_info().currsize == 0
+    assert len(read) > 2 * MAX_KEPT, "those that were forgotten are read once more"

@@ -17,7 +17,7 @@ from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoad
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.admission.prefill import PrefillPacer
-from adaserve.engine.rank_sync import Agreement
+from adaserve.engine.rank_sync import RankSync
 from adaserve.engine.request_state import RequestState, running_batch
 from adaserve.patches.scheduler import prefill_slack
 from adaserve.patches.scheduler.worker_interface import Load
@@ -73,7 +73,7 @@ def pacer(
     config: AdaServeConfig | None = None,
     ttft: dict[str, float] | None = None,
     share: float = 1.0,
-    agreement: Agreement = ALONE,
+    rank_sync: RankSync = ALONE,
 ) -> PrefillPacer:
     """One request in slot 0 that decoded 50 tokens in 1.2 seconds, and is due ``slo_s`` per token."""
     state = RequestState("r0", "coding", slo_s, NOW - 1.2, 50, generated=[1] * 51)
@@ -87,7 +87,7 @@ def pacer(
     )
     ledger.gate = lambda held: ledger.held.append(list(held))
     costs = LearnedCosts(LATENCY)
-    return PrefillPacer(config or AdaServeConfig(), costs, ledger, {0: state}, agreement, share)
+    return PrefillPacer(config or AdaServeConfig(), costs, ledger, {0: state}, rank_sync, share)
 
 
 def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaserve", **over: Any) -> Any:
@@ -150,7 +150,7 @@ def test_of_two_ranks_with_other_clocks_both_do_what_the_first_decides() -> None
     for tight_s, relaxed_s, chunk in ((0.018, 1.0, None), (1.0, 0.018, 256)):
         for rank, slo_s in enumerate((tight_s, relaxed_s)):
             queue = [Request("first"), Request("second")]
-            sched = scheduler(pacer(slo_s, agreement=Agreement(Group(rank, 2, sent))), list(queue))
+            sched = scheduler(pacer(slo_s, rank_sync=RankSync(Group(rank, 2, sent))), list(queue))
             assert step(sched) == chunk and sched.waiting_queue == queue
     assert not sent
 

@@ -126,7 +126,7 @@ def test_a_long_chain_of_turns_is_replaced(monkeypatch: pytest.MonkeyPatch, rid:
         req = made(rid=str(number), origin_input_ids=[5], origin_input_ids_unpadded=[5])
         last = session.req_nodes[req.rid] = SessionReqNode(req, last)
     params = SimpleNamespace(rid=rid, replace=True, offset=0, drop_previous_output=False)
-    asked = Asked(rid="new", session_params=params, input_ids=[7])
+    asked = BatchRequests(rid="new", session_params=params, input_ids=[7])
     create = _wrap_fn(Session.create_req, scheduler_guard._drop_all, HookType.BEFORE)
     new = create(session, asked, None, 100, req_factory=made)
     kept, before = ([], []) if rid is None else ([rid], [5, 6])
@@ -141,7 +141,7 @@ def made(**fields: Any) -> Turn:
     return Turn(**{**fields, **own}, inherit_mm_token_counts=lambda _: None)
 
 
-class Asked(SimpleNamespace):
+class BatchRequests(SimpleNamespace):
     """A request that says nothing but what it is made of."""
 
     def __getattr__(self, _: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from fastapi import HTTPException
 
 from adaserve.engine.admission import shedding
-from adaserve.engine.admission.shedding import MOST_JUDGED, Shedder
+from adaserve.engine.admission.shedding import MAX_JUDGED, Shedder
 from adaserve.patches.http import load_headers
 from adaserve.patches.http.load_headers import LoadHeaders, as_json, as_text, orca_metrics
 from adaserve.patches.scheduler.shedding import _with_refusals
@@ -84,7 +84,7 @@ def test_a_prediction_is_made_once_but_time_passes() -> None:
 def test_nothing_is_predicted_where_nothing_could_be_refused() -> None:
     """Neither late nor over a share: such requests leave the predictions of an iteration to others."""
     judge = shedder(2.5)
-    others = [Request() for _ in range(MOST_JUDGED)]
+    others = [Request() for _ in range(MAX_JUDGED)]
     assert refused(judge, load([*others, Request(ttft_s=1.0)])) == [("rejected-saturated", 2)]
 
 
@@ -96,7 +96,7 @@ def test_the_queue_is_gone_through_until_nobody_can_be_judged(monkeypatch: pytes
     books.slo = lambda req: asked.append(req) or req.slo  # type: ignore[method-assign]
     waiting = [Request(ttft_s=9.0) for _ in range(1000)]
     assert refused(shedder(0.5, books), load(waiting)) == []
-    assert asked == waiting[:MOST_JUDGED] and len(taken) == 1
+    assert asked == waiting[:MAX_JUDGED] and len(taken) == 1
 
 
 def test_a_retracted_request_is_kept() -> None:
@@ -125,9 +125,9 @@ def test_a_burst_is_judged_a_few_at_a_time(waited_s: float) -> None:
     judge, waiting, calls = shedder(2.5), [Request(ttft_s=1.0, waited_s=waited_s) for _ in range(40)], 0
     while waiting:
         gone = [req for req, _ in judge.refusals(load(waiting), NOW)]
-        assert gone == waiting[:MOST_JUDGED]
+        assert gone == waiting[:MAX_JUDGED]
         waiting, calls = waiting[len(gone) :], calls + 1
-    assert calls == -(-40 // MOST_JUDGED)
+    assert calls == -(-40 // MAX_JUDGED)
 
 
 def test_an_abort_says_why() -> None:

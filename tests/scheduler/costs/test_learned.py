@@ -18,11 +18,11 @@ from adaserve.scheduler.costs.latency import (
     KVReadCost,
     LatencyModel,
     StepCost,
-    TableCost,
+    TabulatedCost,
     forward_s,
 )
 from adaserve.scheduler.costs.learned import FirstStep, LearnedCosts, LearnedForward, known_sizes
-from adaserve.scheduler.costs.learned_table import PATIENCE_S, CostTable
+from adaserve.scheduler.costs.learned_table import PATIENCE_S, LearnedCostTable
 from adaserve.scheduler.interface import CandidateTrees, Context, Draft, IterationOutcome
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.simulator.hardware import hardware_latency
@@ -32,7 +32,7 @@ from adaserve.scheduler.simulator.workload import TextModel, make_requests, synt
 from adaserve.slo.classes import SLOConfig
 from tests.scheduler.sched_factories import beam_trees, outcome, running
 
-STEPPED = TableCost(
+STEPPED = TabulatedCost(
     (1.0, 2.0, 4.0, 8.0, 10.0, 12.0, 13.0, 16.0, 24.0, 32.0, 64.0),
     (13.8e-3, 14.2e-3, 15e-3, 16.2e-3, 17.8e-3, 18.9e-3, 16.4e-3, 17.5e-3, 22e-3, 26e-3, 44e-3),
     1e-7,
@@ -46,7 +46,7 @@ class Host:
     def __init__(self, cost: StepCost, seed: int = 0, stalls: float = 0.0) -> None:
         self.cost, self.stalls, self.rng, self.clock = cost, stalls, np.random.default_rng(seed), 0.0
 
-    def serve(self, table: CostTable, sizes: list[int], seconds: float, busy: float = 1.0) -> None:
+    def serve(self, table: LearnedCostTable, sizes: list[int], seconds: float, busy: float = 1.0) -> None:
         """Runs of forwards of ``sizes`` for that many seconds, ``busy`` times as slow on average."""
         end = self.clock + seconds
         while self.clock < end:
@@ -62,19 +62,19 @@ class Host:
                 observe(table, size, took)
 
 
-def observe(table: CostTable, size: int, seconds: float) -> None:
+def observe(table: LearnedCostTable, size: int, seconds: float) -> None:
     """A forward that read nothing of the KV cache."""
     table.judge(size, seconds, 0.0)
     table.learn(size, seconds)
 
 
-def worst(table: CostTable, truth: StepCost, sizes: list[int]) -> float:
+def worst(table: LearnedCostTable, truth: StepCost, sizes: list[int]) -> float:
     """Largest relative error of the quiet costs."""
     right = truth.alone(np.array(sizes, np.float64))
     return max(abs(table.quiet_s(t) / r - 1) for t, r in zip(sizes, right.tolist(), strict=True))
 
 
-def scaled(cost: TableCost, times: float) -> TableCost:
+def scaled(cost: TabulatedCost, times: float) -> TabulatedCost:
     return replace(cost, seconds_at=tuple(times * s for s in cost.seconds_at))
 
 
@@ -85,7 +85,7 @@ class TestTable:
     @pytest.mark.parametrize("times", [0.1, 0.5, 1.0, 3.0, 9.0])
     def test_a_start_that_is_times_wrong_is_right_after_a_minute(self, times):
         """The profile of another machine, or one measured while the host was busy."""
-        table = CostTable(scaled(STEPPED, times).alone)
+        table = LearnedCostTable(scaled(STEPPED, times).alone)
         Host(STEPPED).serve(table, SERVED, 60.0)
         assert worst(table, STEPPED, SERVED) < 0.1
         assert worst(table, STEPPED, [5, 14, 28, 48, 64]) < 0.15, "nor served, but between or beside what was"
@@ -94,32 +94,32 @@ class TestTable:
         """Each size by another factor, as on a host where something else came and went."""
         rng = np.random.default_rng(3)
         odd = replace(STEPPED, seconds_at=tuple(s * rng.uniform(1.5, 9) for s in STEPPED.seconds_at))
-        table = CostTable(odd.alone)
+        table = LearnedCostTable(odd.alone)
         Host(STEPPED).serve(table, SERVED, 60.0)
         assert worst(table, STEPPED, SERVED) < 0.1
 
     def test_costs_may_fall_with_tokens(self):
-        flat = TableCost((1.0, 10.0, 32.0), (13.8e-3, 17.9e-3, 17.9e-3))
-        table = CostTable(flat.alone)
+        flat = TabulatedCost((1.0, 10.0, 32.0), (13.8e-3, 17.9e-3, 17.9e-3))
+        table = LearnedCostTable(flat.alone)
         Host(STEPPED).serve(table, SERVED, 30.0)
         assert table.quiet_s(12) > 1.05 * table.quiet_s(13)
 
     @pytest.mark.parametrize("stalls", [0.05, 0.3, 0.5])
     def test_stalls_teach_nothing(self, stalls):
-        table = CostTable(STEPPED.alone)
+        table = LearnedCostTable(STEPPED.alone)
         Host(STEPPED, stalls=stalls).serve(table, SERVED, 60.0)
         assert worst(table, STEPPED, SERVED) < 0.1
 
     def test_a_first_forward_that_stalled_does_not_condemn_a_size(self):
         """It would not be tried again, so nothing could put it right."""
-        table = CostTable(STEPPED.alone)
+        table = LearnedCostTable(STEPPED.alone)
         observe(table, 16, 1.0)
         for _ in range(16):
             observe(table, 4, 15e-3)
         assert table.quiet_s(16) < 1.2 * 17.5e-3
 
     def test_a_busy_host_is_noticed_and_its_quiet_costs_are_remembered(self):
-        table, host = CostTable(STEPPED.alone), Host(STEPPED)
+        table, host = LearnedCostTable(STEPPED.alone), Host(STEPPED)
         host.serve(table, SERVED, 30.0)
         assert table.slowdown == pytest.approx(1.0, abs=0.1)
         host.serve(table, SERVED, 120.0, busy=8.0)
@@ -134,7 +134,7 @@ class TestTable:
         """The table was measured on a busy host, which stays busy for a while: nothing quiet was seen."""
         rng = np.random.default_rng(1)
         measured = replace(STEPPED, seconds_at=tuple(s * rng.uniform(5, 9) for s in STEPPED.seconds_at))
-        table, host = CostTable(measured.alone), Host(STEPPED)
+        table, host = LearnedCostTable(measured.alone), Host(STEPPED)
         host.serve(table, SERVED, begin_s, busy=7.0)
         host.serve(table, SERVED, 60.0)
         assert worst(table, STEPPED, SERVED) < 0.1
@@ -143,14 +143,14 @@ class TestTable:
     @pytest.mark.parametrize("begins", [1.0, 6.0])
     def test_what_is_not_served_again_after_a_busy_start_is_no_longer_believed(self, begins):
         """Or it would look dear for ever, and would not be tried."""
-        table = CostTable(scaled(STEPPED, begins).alone)
+        table = LearnedCostTable(scaled(STEPPED, begins).alone)
         Host(scaled(STEPPED, 6.0)).serve(table, SERVED, 60.0)
         assert table.quiet_s(32) > 5 * 26e-3
         Host(STEPPED).serve(table, [1, 2, 4], 2.0)
         assert worst(table, STEPPED, SERVED) < 1.0
 
     def test_a_host_that_stays_slow_is_believed_in_the_end(self):
-        table, host = CostTable(STEPPED.alone), Host(STEPPED)
+        table, host = LearnedCostTable(STEPPED.alone), Host(STEPPED)
         host.serve(table, SERVED, 20.0)
         slower = Host(scaled(STEPPED, 2.0))
         slower.serve(table, SERVED, PATIENCE_S / 2)
@@ -163,7 +163,7 @@ class TestTable:
         guessed = replace(STEPPED, seconds_at=(*STEPPED.seconds_at[:-1], 0.5 * STEPPED.seconds_at[-1]))
         largest = int(STEPPED.tokens[-1])
         known = [t for t in SERVED if t <= STEPPED.tokens[-2] and 2 * t < largest]
-        table, host = CostTable(guessed.alone), Host(STEPPED)
+        table, host = LearnedCostTable(guessed.alone), Host(STEPPED)
         host.serve(table, known, 30.0)
         host.serve(table, known, 10.0, busy=4.0)
         assert table.slowdown > 2
@@ -379,7 +379,7 @@ class TestCosts:
         assert again.slowdown > 3 and worst(again.verify.sizes, STEPPED, SERVED) < 0.1
 
     def test_a_stall_right_after_a_restart_condemns_no_size(self):
-        table = CostTable(STEPPED.alone, known=SERVED)
+        table = LearnedCostTable(STEPPED.alone, known=SERVED)
         for size in SERVED:
             observe(table, size, 1.0)
         for _ in range(8):

@@ -167,7 +167,7 @@ static void multiply(tile_args a, const tile_fn *table, int rows, int row_tiles,
 
 static void multiply_block(const matrix *m, const char *w, int kc, const float *x, size_t ldx, int rows,
                            int mode, gemm_scratch *s) {
-    const int row_tiles = imax(ceil_div(rows, MAX_ROWS), rows > 2 ? LEAST_TILES : 1);
+    const int row_tiles = imax(ceil_div(rows, MAX_ROWS), rows > 2 ? MIN_TILES : 1);
     const int at_once = ceil_div(rows, row_tiles) <= PAIR_ROWS ? 2 : 1;
     const size_t bytes = (size_t)at_once * kc * PANEL * type_bytes[m->type];
     const tile_fn *table = tiles[at_once - 1][m->type][mode];

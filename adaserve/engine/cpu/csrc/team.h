@@ -19,9 +19,9 @@
 #define EXPORT __attribute__((visibility("default")))
 
 #define LINE 64                  /* bytes of a cache line: counters of different members stay apart */
-#define LEAST_PATIENCE_NS 20000  /* before others' items are done again */
-#ifndef MOST_PATIENCE_NS         /* tests have none */
-#define MOST_PATIENCE_NS 500000
+#define MIN_PATIENCE_NS 20000  /* before others' items are done again */
+#ifndef MAX_PATIENCE_NS         /* tests have none */
+#define MAX_PATIENCE_NS 500000
 #endif
 #define AWAKE_NS 200000          /* idle members watch for work for so long, then sleep */
 
@@ -129,15 +129,15 @@ static void team_phase(team *t, int items, phase_work w) {
     for (int item = claim(t, &p); item >= 0; item = claim(t, &p), mine++) finish_item(&p, &w, item);
     if (all_done(&p)) return;
     const int64_t now = now_ns(), each = mine ? 3 * (now - start) / (2 * mine) : 0;
-    const int64_t least = each < LEAST_PATIENCE_NS ? LEAST_PATIENCE_NS : each;
-    const int64_t patience = least > MOST_PATIENCE_NS ? MOST_PATIENCE_NS : least;
+    const int64_t least = each < MIN_PATIENCE_NS ? MIN_PATIENCE_NS : each;
+    const int64_t patience = least > MAX_PATIENCE_NS ? MAX_PATIENCE_NS : least;
     if (wait_done(&p, now + patience)) return;
     for (int i = 0; w.compute && i < items && !all_done(&p); i++) {
         const int item = (int)((i + (int64_t)items * t->rank / t->size) % items);
         if (!is_taken(p.taken + item)) finish_item(&p, &w, item);
     }
     /* What is left is being stored. */
-    while (!wait_done(&p, now_ns() + LEAST_PATIENCE_NS)) sched_yield();
+    while (!wait_done(&p, now_ns() + MIN_PATIENCE_NS)) sched_yield();
 }
 
 /* ---- members ---- */
@@ -244,7 +244,7 @@ static void open_run(const team_job *job) {
 /* Nobody enters any more, and who is inside has left: what the work read may go away. */
 static void close_run(void) {
     if (__atomic_and_fetch(&crew.gate, ~GATE_OPEN, __ATOMIC_SEQ_CST) == 0) return;
-    const int64_t until = now_ns() + LEAST_PATIENCE_NS;
+    const int64_t until = now_ns() + MIN_PATIENCE_NS;
     do {
         for (int i = 0; i < 32; i++) {
             if (!__atomic_load_n(&crew.gate, __ATOMIC_ACQUIRE)) return;

@@ -32,11 +32,11 @@ static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 #if VL == 16
 #define PREFETCH_ROWS 1
 #define LEAD 0
-#define LEAST_TILES 2
+#define MIN_TILES 2
 #else
 #define PREFETCH_ROWS 3
 #define LEAD 1536
-#define LEAST_TILES 1
+#define MIN_TILES 1
 #endif
 
 /* Keeps a vector out of the memory operands of its several uses, each of which would load it again. */

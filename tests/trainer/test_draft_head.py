@@ -17,7 +17,7 @@ from adaserve.errors import UnsupportedError
 from adaserve.sharpening import DraftSharpening
 from adaserve.trainer import sharpening_fit
 from adaserve.trainer.draft import checked, to_bytes
-from adaserve.trainer.head import STEPS, HeadCopy
+from adaserve.trainer.draft_head import STEPS, HeadCopy
 from adaserve.trainer.records import Record
 from adaserve.trainer.trainer import Recipe, Trainer
 from tests.engine.heads import Head, following_head, frequent_tokens, head_target, save_head

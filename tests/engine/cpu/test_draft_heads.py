@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from adaserve.engine.cpu import LlamaModel, build
+from adaserve.engine.cpu.draft_heads import HeadForward
 from adaserve.engine.cpu.extract import read_head
 from adaserve.engine.cpu.forwards import CpuForward, LlamaForward
-from adaserve.engine.cpu.heads import HeadForward
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.noise import transformed
 from adaserve.engine.cpu.params import Before, Inputs, InputStage, LayerWeights, ModelWeights

@@ -108,7 +108,7 @@ def slot_lists(extent: Extent, pool_rows: np.ndarray, gap: ContextGap | None = N
 def list_slots(req_to_token: Tensor, lists: Tensor, out: Tensor) -> None:
     """Fills ``out``, int32: KV slots of each request's leading places, without its gap."""
     if out.is_cuda:
-        from adaserve.engine.gpu.layout_kernel import list_fused
+        from adaserve.engine.gpu.attention_layout_kernel import list_fused
 
         return list_fused(req_to_token, lists, out)
     table, slots = req_to_token.numpy(), out.numpy()
@@ -122,7 +122,7 @@ def change_tree_mask(mask: Tensor, ends: Tensor, seen: Tensor, shows: bool) -> N
     """Clears, or ``shows`` again, the bits of what tokens do not see of their windows: all columns that are
     not in ``seen`` bool [R, q, width]. ``ends`` int64 [R, q]: ``Extent.window_ends``; -1 = hides nothing."""
     if mask.is_cuda:
-        from adaserve.engine.gpu.layout_kernel import change_fused
+        from adaserve.engine.gpu.attention_layout_kernel import change_fused
 
         return change_fused(mask.view(torch.int32), ends, seen, shows)
     width = seen.shape[-1]

@@ -14,14 +14,14 @@ import torch
 from adaserve.engine.cpu.device import CpuDevice
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.sources.draft_cache import DraftCache
-from adaserve.engine.sources.head import HeadSource
+from adaserve.engine.sources.draft_head import HeadSource
 from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import Draft
-from tests.engine.cpu.test_heads import Setting, check_levels
+from tests.engine.cpu.test_draft_heads import Setting, check_levels
 from tests.engine.cpu.test_medusa import Setting as MedusaSetting
 from tests.engine.gpu.heads import TinyCall, headed_device
 from tests.engine.gpu.test_no_waiting import Watch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel
-from adaserve.engine.gpu.layout import Extent, list_slots, seen_by, slot_lists, unpack
+from adaserve.engine.gpu.attention_layout import Extent, list_slots, seen_by, slot_lists, unpack
 from adaserve.engine.trees import attention
 from adaserve.engine.trees.batch import ContextGap, TreeBatch
 from adaserve.engine.trees.verify import SCRATCH_SLOT

@@ -1,6 +1,6 @@
 """Heads on a GPU: SGLang's own class, its steps and the hidden states that they read in one graph.
 
-Books and the layout of the KV are those of CPU hosts (``engine.cpu.heads``). The
+Books and the layout of the KV are those of CPU hosts (``engine.cpu.draft_heads``). The
 target writes hidden states in the forward that writes its KV, so they come out of a verification's graph
 without being asked for. The first step of a search reads all tokens that were accepted since the last one,
 whose states are known by now.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adaserve.engine.gpu.heads import SGLangHead, hidden_states_of, keep_states
+from adaserve.engine.gpu.draft_heads import SGLangHead, hidden_states_of, keep_states
 from adaserve.engine.gpu.model import Inputs
 from adaserve.errors import UnsupportedError
 

@@ -13,7 +13,7 @@ from adaserve.engine.trees import verify
 
 
 @dataclass(frozen=True, eq=False)
-class KVCaches:
+class KVCompactor:
     """``pools``: SGLang's, of the target and of each draft model. ``req_to_token``: int, KV slots
     [rows, places]."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from adaserve.trainer.records import Record
-from adaserve.trainer.shared import Ring, allocate, shares
+from adaserve.trainer.shared_memory import Ring, allocate, shares
 from tests.trainer.factories import record
 
 
@@ -62,7 +62,7 @@ def test_another_process_reads_what_was_written() -> None:
     sent = record(seed=3)
     assert writer.write(sent.to_bytes())
     read = (
-        "import sys; from adaserve.trainer.shared import Ring\n"
+        "import sys; from adaserve.trainer.shared_memory import Ring\n"
         "from adaserve.trainer.records import Record\n"
         "r = Record.from_bytes(Ring(int(sys.argv[1])).read()); print(len(r), r.tokens.sum())"
     )

@@ -8,9 +8,9 @@ from tests.engine.gpu.scripts import python
 CHECK = """
 import torch
 from adaserve.bench.gpu_check.kernels import check_layout
-from adaserve.engine.gpu import layout_kernel
+from adaserve.engine.gpu import attention_layout_kernel as kernel
 
-for layout_kernel.BLOCK in (1024, 4):  # a list that one program has at once, and one that it has not
+for kernel.BLOCK in (1024, 4):  # a list that one program has at once, and one that it has not
     for sizes in ((1, 40, 3), (5, 90, 17), (3, 150, 70)):
         found = check_layout(*sizes, torch.device("cpu"))
         assert found["right"], found
@@ -20,7 +20,7 @@ for layout_kernel.BLOCK in (1024, 4):  # a list that one program has at once, an
 COMPILED = """
 import torch
 from adaserve.engine.gpu.attention_kernel import _attend
-from adaserve.engine.gpu.layout_kernel import _change, _list
+from adaserve.engine.gpu.attention_layout_kernel import _change, _list
 from tests.engine.gpu.compiling import compiles_once
 
 words, table, numbers = (torch.zeros(64, dtype=kind) for kind in (torch.int32, torch.int32, torch.int64))
