@@ -1,4 +1,4 @@
-"""``follow_verification.begin_with`` as one Triton kernel, and its part of our attention kernel as another."""
+"""``follow_verification.begin_with`` as one Triton kernel, and its part of our attention as another."""
 
 from __future__ import annotations
 
