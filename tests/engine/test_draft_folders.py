@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig
@@ -57,7 +58,7 @@ def test_a_trainer_is_given_what_is_served(
     monkeypatch.setattr(worker, "Learner", lambda *what: given.extend(what))
     served: Any = worker.AdaServeWorker.__new__(worker.AdaServeWorker)
     config = SimpleNamespace(revision="tuned")
-    runner = SimpleNamespace(model_config=config, model=None)
+    runner = SimpleNamespace(model_config=config, model=torch.nn.Linear(1, 1))
     draft = DraftModel("lab/draft", SimpleNamespace(model_runner=runner), None, kind)  # type: ignore[arg-type]
     served.config, served.ledger = AdaServeConfig(learn=True), SimpleNamespace(stats=None)
     served._server_args = SimpleNamespace(model_path="lab/draft", revision="tuned")

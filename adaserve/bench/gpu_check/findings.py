@@ -100,7 +100,7 @@ def code_digest() -> str:
     """Of the code that runs, committed or not: results of a check may come from more than one state of it."""
     digest = hashlib.sha256()
     for package in ("adaserve", "adaserve.patches", "adaserve.scheduler"):
-        (root,) = importlib.import_module(package).__path__
+        root = importlib.import_module(package).__path__[0]
         for path in sorted(Path(root).rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -241,7 +241,7 @@ def test_a_substitute_for_the_default_is_neither_its_own_rival_nor_taken_for_gat
     page = write_page(finished_sweep(tmp_path / "s", plan, tpot_ms)).read_text()
     assert "`adaserve` against the best of the other systems" in page
     assert "is not among the others" not in page and "`adaserve` against `adaserve`" not in page
-    assert "By itself only `priced` has our prefills and gate" in page
+    assert "Without +gate, only `priced` has our prefills and gate" in page
     assert "Systems as they are" in page and "with the same gate and prefills for all, at" not in page
 
 

@@ -164,11 +164,6 @@ def penalized(run: Run, batch: Any) -> dict[str, Any]:
     return {}
 
 
-def recorded(run: Run, batch: Any) -> dict[str, Any]:
-    run.loop.tap._open["r0"] = None  # type: ignore[assignment]
-    return {}
-
-
 def another_draft(run: Run, batch: Any) -> dict[str, Any]:
     run.loop.device.drafts = [*run.loop.device.drafts] * 2  # type: ignore[misc]
     return {}
@@ -179,9 +174,7 @@ def planned_on_the_host(run: Run, batch: Any) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize(
-    "what", [offered, with_grammar, penalized, recorded, another_draft, planned_on_the_host]
-)
+@pytest.mark.parametrize("what", [offered, with_grammar, penalized, another_draft, planned_on_the_host])
 def test_not_where_more_has_to_be_known(
     what: Callable[[Run, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

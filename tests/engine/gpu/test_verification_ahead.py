@@ -103,10 +103,6 @@ def to_be_drafted(batch: Any, run: Run) -> None:
     run.loop._arriving = replace(last, plan=replace(last.plan, then=Draft(1)))
 
 
-def recorded(batch: Any, run: Run) -> None:
-    run.loop.tap._open["r0"] = None  # type: ignore[assignment]
-
-
 def planned_on_the_host(batch: Any, run: Run) -> None:
     """FlashInfer's plans lie in memory that the forward before may not have read."""
     run.loop.device.target.follows = False  # type: ignore[misc]
@@ -114,7 +110,7 @@ def planned_on_the_host(batch: Any, run: Run) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    [penalized, constrained, processed, prefilled, changed, to_be_drafted, recorded, planned_on_the_host],
+    [penalized, constrained, processed, prefilled, changed, to_be_drafted, planned_on_the_host],
 )
 def test_not_where_more_has_to_be_known(what: Callable[[Any, Run], None]) -> None:
     run = Run("none", overlap=True)
