@@ -333,7 +333,7 @@ def test_any_pattern_of_chunks_leaves_the_output_alone(
     assert_same(pair, jobs, answers, expected)
     finished = [a["meta_info"] for a in answers if a is not None]
     assert len(finished) == 100
-    assert sum(m["num_retractions"] for m in finished) > 5, "too few retractions"
+    assert sum(m["num_retractions"] for m in finished) > 2, "too few retractions"
     assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
     sizes = [n for n in erratic.probe.read()["forwards"] if n > 0]
     assert sum(n == 1 for n in sizes) > 5 and sum(n == 5 for n in sizes) > 5, "the chunks were not cut up"
