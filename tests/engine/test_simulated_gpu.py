@@ -229,9 +229,9 @@ def test_what_an_iteration_waits_for(gpu: Simulated) -> None:
     assert not [what for what in gpu.counted() - gpu.at_start if what.startswith("race")]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["learning"], indirect=True)
 def test_drafts_are_trained_and_judged_on_the_gpu(gpu: Simulated) -> None:
-    if gpu.name != "learning":
-        pytest.skip("it learns nothing")
     now = serve_until_judged(gpu.server, workload(60, seed=17, max_new=40))
     assert now["requests"] >= 32 and 0 < now["judged"][-1]["first"] <= 4
     assert gpu.probe.read()["poisoned"] and now["rejected"] >= 1

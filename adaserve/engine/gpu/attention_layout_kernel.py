@@ -1,5 +1,5 @@
-"""``layout.list_slots`` and ``layout.change_tree_mask`` as one Triton kernel each, which stand inside graphs:
-what they read of a forward's geometry is on the device."""
+"""``list_slots`` and ``change_tree_mask`` of ``attention_layout`` as one Triton kernel each. They run inside
+graphs: what they read of a forward's geometry is on the device."""
 
 from __future__ import annotations
 

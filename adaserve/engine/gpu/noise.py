@@ -1,8 +1,8 @@
 """Gumbel noise of requests in a device's draws and drafts: the numbers of ``adaserve.noise``.
 
-A GPU has kernels for it (``noise_kernel.py``). On a CPU torch's operators replace them, and they are the
-reference for the
-kernels. The hash is the same bit for bit: a request draws the same text on a CPU and on every rank.
+A GPU has kernels for it (``noise_kernel.py``). On a CPU torch's operators replace them; these are also
+the reference for the kernels. The hash is the same bit for bit: a request draws the same text on a CPU and on
+every rank.
 """
 
 from __future__ import annotations
