@@ -6,26 +6,30 @@ and its ancestors. Re-parented beams therefore never move KV.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from adaserve.engine.device import Awaited, Beams, Device, Mark, ModelForward, Ready, Run, Search
-from adaserve.engine.device_timing import HostMark
+from adaserve.engine.device import Awaited, Device, ModelForward, Ready, Run
 from adaserve.engine.request_state import DecodeRows
 from adaserve.engine.requests import rows_of_pool, tokens_of
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
+from adaserve.engine.sources.search import (
+    Asking,
+    QueuedSearch,
+    context_gap,
+    drafted_rows,
+    fitting_shape,
+    once,
+    search_for,
+)
 from adaserve.engine.sources.source import KeepDrafting, PendingProposal, ProposalAhead, TreeSource
 from adaserve.engine.trees.batch import ContextGap, TreeBatch
-from adaserve.engine.trees.proposal import Proposal, Unread
-from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, laid_out, tree_shape
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
-from adaserve.scheduler.interface import MODEL, CandidateTrees, Draft, IterationPlan
+from adaserve.scheduler.interface import Draft, IterationPlan
 from adaserve.sharpening import DraftSharpening
 
 MAX_PENDING = 8
@@ -45,6 +49,9 @@ class BeamSource(TreeSource):
     """Searches with a draft model, number ``number`` of the device's. ``max_nodes``: KV slots that a
     window has for its candidates. ``sharpening`` may be replaced between iterations, with the weights."""
 
+    keeps_candidates = True
+    """Whether the KV of candidates that are accepted is as good as if it had read them afterwards."""
+
     def __init__(
         self,
         device: Device,
@@ -56,7 +63,8 @@ class BeamSource(TreeSource):
     ) -> None:
         self.cache, self.sharpening = cache, sharpening
         self._forward: ModelForward = device.drafts[number]
-        self._device, self._max_nodes, self._model, self._number = device, max_nodes, model, number
+        self._device, self._max_nodes, self._model = device, max_nodes, model
+        self._number = number if self.keeps_candidates else None
         self._searched: _Searched | None = None
 
     # -- what it reads ------------------------------------------------------------------------
@@ -86,7 +94,7 @@ class BeamSource(TreeSource):
         expanded = 0 if searched is None else searched.ready.read().steps - 1
         path = accepted.nonzero()[0]
         depth, tokens = verified.depth[path].tolist(), verified.tokens[path].tolist()
-        drafted = verified.drafted.get(self._number)
+        drafted = None if self._number is None else verified.drafted.get(self._number)
         made = [False] * len(path) if drafted is None else drafted[path].tolist()
         starts, pool_rows = [i for i, d in enumerate(depth) if not d], rows.pool_rows.tolist()
         for row, start, end in zip(pool_rows, starts, [*starts[1:], len(path)], strict=True):
@@ -121,8 +129,8 @@ class BeamSource(TreeSource):
         ready = once(self._forward.search(first, search, asking))
         self.cache.drafted(pool_rows)
         self._searched = _Searched(frozenset(pool_rows), ready)
-        queued = Queued(ready, shape, active, np.arange(len(active)), len(rows))
-        return queued.pending(self._proposal, caught_up, asking)
+        queued = QueuedSearch(ready, shape, active, np.arange(len(active)), len(rows), self._number)
+        return queued.pending(caught_up, asking)
 
     def propose_ahead(
         self,
@@ -134,9 +142,10 @@ class BeamSource(TreeSource):
     ) -> ProposalAhead | None:
         """Where the draft has made every node that is verified, all that it may not have read by then is the
         last token before the root. It reads that one in any case."""
-        made, then, cached = verified.drafted.get(self._number), plan.then, rows.seq_lens
+        then, cached = plan.then, rows.seq_lens
         if then is None or not then.depth or not self._forward.follows or len(self._device.drafts) > 1:
             return None
+        made = None if self._number is None else verified.drafted.get(self._number)
         if len(verified.node) > (0 if made is None else np.count_nonzero(made)):
             return None
         if self.cache.may_have_holes(rows.pool_rows.tolist()):  # drafted for or not
@@ -164,7 +173,7 @@ class BeamSource(TreeSource):
             taken = pool_rows[mine].tolist()
             self.cache.drafted(taken)
             self._searched = _Searched(frozenset(taken), ready)
-            return Queued(ready, shape, at, mine, n).pending(self._proposal)
+            return QueuedSearch(ready, shape, at, mine, n, self._number).pending()
 
         depth = len(shape.beams)
         branching = then.branching and then.branching[:depth]
@@ -176,9 +185,6 @@ class BeamSource(TreeSource):
         """Of the contexts of the active rows, ``cached`` being the tokens [n] of all."""
         return context_gap(draft, cached, active)
 
-    def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
-        return proposal(shape, active, beams, n, self._number)
-
     def _catch_up(self, pool_rows: Sequence[int]) -> Run | None:
         """Separate from the first step, so that the policy does not count it as the cost of drafting."""
         room = self._forward.first_tokens
@@ -188,132 +194,3 @@ class BeamSource(TreeSource):
         start = self._device.mark()
         self.cache.catch_up(late)
         return start, self._device.mark()
-
-
-def drafted_rows(draft: Draft, rows: DecodeRows) -> np.ndarray:
-    """int64 [a]: the rows that are drafted for."""
-    may = rows.running.max_depth > 0
-    return (may if draft.rows is None else may & draft.rows).nonzero()[0]
-
-
-def fitting_shape(
-    draft: Draft, rows: DecodeRows, active: np.ndarray, most: int, deepest: int = ANY_DEPTH
-) -> TreeShape | None:
-    """The planned shape, cut to ``most`` nodes and ``deepest`` levels: a fixed tree knows nothing of this
-    server's limits. None = nothing is to be drafted for the rows ``active``."""
-    depth = min(draft.depth, deepest, int(rows.running.max_depth[active].max(initial=0)))
-    while depth:
-        branching = None if draft.branching is None else draft.branching[:depth]
-        shape = tree_shape(depth, draft.width, branching)
-        if shape.nodes <= most:
-            return shape
-        depth -= 1
-    return None
-
-
-def search_for(
-    sharpening: DraftSharpening,
-    rows: DecodeRows,
-    active: np.ndarray,
-    shape: TreeShape,
-    awaited: Awaited | None = None,
-) -> Search:
-    """A search over the rows ``active``, whose logits are read by ``sharpening``."""
-    scale, spread = _scale_and_spread(sharpening, rows.noisy, rows.running.temperature[active].tobytes())
-    return Search(
-        shape=shape,
-        base=rows.seq_lens[active],
-        pool_rows=rows.pool_rows[active],
-        scale=scale,
-        spread=spread,
-        keys=rows.keys[active],
-        awaited=awaited,
-        forbid=None if rows.grammars is None else rows.grammars.forbid(active),
-    )
-
-
-@lru_cache(maxsize=64)
-def _scale_and_spread(sharpening: DraftSharpening, noisy: bool, temperatures: bytes) -> list[np.ndarray]:
-    """float32 [a] each, not to be written: how the logits of requests of these temperatures are read."""
-    read = sharpening.with_shared_noise if noisy else sharpening.without_shared_noise
-    return [values.astype(np.float32) for values in read(np.frombuffer(temperatures))]
-
-
-def context_gap(draft: Draft, cached: np.ndarray, active: np.ndarray) -> ContextGap | None:
-    """What is left out of the ``cached`` tokens [n] of the active rows; None = nothing."""
-    if draft.window is None:
-        return None
-    length = (cached - draft.reads(cached))[active]
-    return ContextGap(draft.sinks, length) if length.any() else None
-
-
-def proposal(
-    shape: TreeShape, active: np.ndarray, beams: Beams, n: int, number: int | None = None
-) -> Proposal:
-    """The candidates of a search over the rows ``active`` of n. ``number``: of the draft model that has their
-    KV."""
-    nodes = shape.start[beams.steps]
-    row_start, depth, column = laid_out(shape, beams.steps, n, active.tobytes())
-    trees = CandidateTrees(
-        row_start=row_start,
-        token=beams.tokens[:, :nodes].ravel(),
-        parent=beams.parents[:, :nodes].ravel(),
-        depth=depth,
-        logprob=beams.logprobs[:, :nodes].ravel(),
-        source=np.full(len(depth), MODEL << number) if number else None,
-    )
-    return Proposal(trees, column, shape.width, {} if number is None else {number: column})
-
-
-def once(ready: Ready) -> Ready:
-    """Read once, and kept."""
-    return replace(ready, read=cache(ready.read))
-
-
-MakeProposal = Callable[[TreeShape, np.ndarray, Beams, int], Proposal]
-"""``proposal``, of a source."""
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """A search on its way, as candidates for requests of an iteration."""
-
-    ready: Ready
-    shape: TreeShape
-    rows: np.ndarray  # int64 [b]: the requests, rising
-    mine: np.ndarray  # int64 [b]: their rows in the search
-    n: int  # requests of the iteration
-
-    def pending(
-        self, make: MakeProposal, caught_up: Run | None = None, asking: Asking | None = None
-    ) -> PendingProposal:
-        return PendingProposal(
-            lambda: make(self.shape, self.rows, self.ready.read().of(self.mine), self.n),
-            caught_up,
-            None if asking is None else asking.first_level,
-            None if self.ready.found is None else partial(self._unread, make, self.ready.found),
-        )
-
-    def _unread(self, make: MakeProposal, found: Tensor) -> Unread:
-        shape, of = self.shape, np.full(self.n, -1, np.int64)
-        of[self.rows] = self.mine
-        none = np.zeros((len(self.rows), shape.nodes), np.int64)
-        blank = Beams(none, none - 1, none.astype(np.float64), len(shape.beams))
-        return Unread(make(shape, self.rows, blank, self.n), found, of, shape.columns)
-
-
-class Asking:
-    """Asks the policy, which knows all n rows, about the newest level of the ``active`` ones.
-
-    Only hosts ask (``Device.stops_early``). There a level is done when it is asked about."""
-
-    def __init__(self, keep: KeepDrafting, plan: IterationPlan, active: np.ndarray, n: int) -> None:
-        self._keep, self._plan, self._active, self._n = keep, plan, active, n
-        self.first_level: Mark | None = None
-
-    def __call__(self, step: int, frontier: np.ndarray) -> bool:
-        if self.first_level is None:
-            self.first_level = HostMark()
-        every = np.full((self._n, frontier.shape[1]), -np.inf)
-        every[self._active] = frontier
-        return self._keep(self._plan, step, every)

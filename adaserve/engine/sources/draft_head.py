@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.engine.device import Beams
 from adaserve.engine.requests import rows_of_pool
-from adaserve.engine.sources.beam import BeamSource, proposal
+from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.trees.batch import ContextGap
-from adaserve.engine.trees.proposal import Proposal
-from adaserve.engine.trees.shape import TreeShape
 from adaserve.scheduler.interface import Draft
 
 
@@ -23,6 +20,8 @@ class HeadSource(BeamSource):
     What it has computed from such guesses does not last: once tokens are accepted, the target's own states of
     them are there, and the head's next search begins by reading those tokens again.
     """
+
+    keeps_candidates = False
 
     def _read(self, batch: Any, texts: Sequence[Sequence[int]]) -> None:
         starts = list(batch.prefix_lens)
@@ -34,7 +33,3 @@ class HeadSource(BeamSource):
         recent ones more."""
         gap = super()._context_gap(draft, cached, active)
         return gap and replace(gap, start=0)
-
-    def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
-        """Candidates of which it keeps no KV."""
-        return proposal(shape, active, beams, n)

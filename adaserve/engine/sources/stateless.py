@@ -6,14 +6,13 @@ import numpy as np
 
 from adaserve.engine.device import Drafter
 from adaserve.engine.request_state import DecodeRows
-from adaserve.engine.sources.beam import (
+from adaserve.engine.sources.search import (
     Asking,
-    Queued,
+    QueuedSearch,
     context_gap,
     drafted_rows,
     fitting_shape,
     once,
-    proposal,
     search_for,
 )
 from adaserve.engine.sources.source import KeepDrafting, PendingProposal, TreeSource
@@ -51,5 +50,5 @@ class StatelessSource(TreeSource):
         search = search_for(self._sharpening, rows, active, shape)
         asking = None if keep is None else Asking(keep, plan, active, len(rows))
         ready = once(self._drafter.search(first, search, asking))
-        queued = Queued(ready, shape, active, np.arange(len(active)), len(rows))
-        return queued.pending(proposal, asking=asking)
+        queued = QueuedSearch(ready, shape, active, np.arange(len(active)), len(rows))
+        return queued.pending(asking=asking)

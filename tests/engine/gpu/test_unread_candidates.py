@@ -15,7 +15,7 @@ from adaserve.engine.device import Beams, Ready
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.iteration import Iteration
 from adaserve.engine.sampling import Settings
-from adaserve.engine.sources.beam import Queued, proposal
+from adaserve.engine.sources.search import QueuedSearch, proposal
 from adaserve.engine.transfer import QueuedCopy
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
@@ -265,7 +265,7 @@ def test_an_outline() -> None:
     tokens = np.arange(8).reshape(2, 4)
     beams = Beams(tokens, np.array([[-1, -1, 0, 1]] * 2), -0.1 * tokens, 2)
     found: Any = object()
-    pending = Queued(Ready(lambda: beams, found), shape, rows, mine, 4).pending(proposal)
+    pending = QueuedSearch(Ready(lambda: beams, found), shape, rows, mine, 4).pending()
     assert pending.unread is not None
     unread, known = pending.unread(), pending.read()
     assert unread.found is found and unread.of.tolist() == [-1, 1, -1, 0]
@@ -274,7 +274,7 @@ def test_an_outline() -> None:
         assert np.array_equal(getattr(unread.outline.trees, name), getattr(known.trees, name))
     assert np.array_equal(unread.outline.column, known.column) and unread.outline.width == known.width
     assert unread.columns.tolist() == shape.columns.tolist()
-    host = Queued(Ready(lambda: beams), shape, rows, mine, 4).pending(proposal)
+    host = QueuedSearch(Ready(lambda: beams), shape, rows, mine, 4).pending()
     assert host.unread is None
 
 
