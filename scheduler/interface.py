@@ -128,7 +128,7 @@ def _rows_of(starts: bytes) -> tuple[IntArray, IntArray]:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DraftPlan:
     """The draft steps to be made, or being made, for n requests."""
 
     depth: int  # d: draft steps; 0 = draft nothing
@@ -176,7 +176,7 @@ class RunningBatch:
     offered: CandidateTrees | None = None
     """Candidates that exist before a plan is made, at no cost, within ``max_depth``. Drafted ones are added
     to them."""
-    underway: Draft | None = None
+    underway: DraftPlan | None = None
     """The draft of this iteration, if it was queued before it was known what the previous iteration accepts.
     Plans use it as it is."""
     may_go_unread: bool = False
@@ -202,14 +202,14 @@ class IterationPlan:
     iteration: int  # counts plans of this policy; echoed in IterationOutcome
     now_s: float
     running: RunningBatch
-    draft: Draft
+    draft: DraftPlan
     budget: int  # B: tokens of the verification forward, roots included
     n_max: int | None = None  # most nodes that the SLO phase may add to one request
     weight: FloatArray | None = None  # value of one accepted token of each row; [n]
     t_spec_s: float = 0.0  # predicted duration of this iteration
     cap: IntArray | None = None
     """Deepest node per row that may be kept, [n]; None = no row is limited below ``draft.depth``."""
-    then: Draft | None = None
+    then: DraftPlan | None = None
     """What to draft in the next iteration, judged by this one, if that draft cannot wait for a plan."""
     takes_all: bool = False
     """All drafted candidates within ``cap`` are verified, whatever they are. So a driver may queue the

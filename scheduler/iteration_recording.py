@@ -34,7 +34,7 @@ import numpy as np
 from adaserve.errors import UserError
 from adaserve.scheduler.interface import (
     CandidateTrees,
-    Draft,
+    DraftPlan,
     IterationOutcome,
     IterationPlan,
     Policy,
@@ -88,7 +88,7 @@ def _out(value: Any) -> Any:
         if value.dtype == np.bool_:
             return "".join("1" if v else "0" for v in value.tolist())
         return [_out(v) for v in value.tolist()]
-    if isinstance(value, CandidateTrees | Draft):
+    if isinstance(value, CandidateTrees | DraftPlan):
         return _fields_out(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -197,7 +197,12 @@ _INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "r
 _INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap", "source", "likely_tokens", "window"}
 _FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "weight", "logprob", "expected_tokens"}
 _BOOLS = {"keep", "accepted", "rows"}
-_PARTS: dict[str, type] = {"offered": CandidateTrees, "underway": Draft, "draft": Draft, "then": Draft}
+_PARTS: dict[str, type] = {
+    "offered": CandidateTrees,
+    "underway": DraftPlan,
+    "draft": DraftPlan,
+    "then": DraftPlan,
+}
 
 
 def _in(name: str, value: Any) -> Any:

@@ -33,14 +33,14 @@ from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import UnreadNodes
 from adaserve.engine.trees.proposal import Proposal, Unread, merge
 from adaserve.patches.scheduler import result_copies
-from adaserve.scheduler.interface import Draft, IterationOutcome, IterationPlan, Selection
+from adaserve.scheduler.interface import DraftPlan, IterationOutcome, IterationPlan, Selection
 from adaserve.scheduler.selection import everything
 from adaserve.slo.lengths import OutputLengths
 
 Publish = Callable[[torch.Tensor], None]
 """SGLang's relay of new sequence lengths to its overlapped scheduler."""
 
-NO_DRAFT = Draft(0)
+NO_DRAFT = DraftPlan(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from adaserve.engine.device import Mark, Run
 from adaserve.engine.request_state import RequestState
 from adaserve.engine.sources.source import PendingProposal, ProposalAhead
-from adaserve.scheduler.interface import Draft
+from adaserve.scheduler.interface import DraftPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DraftAhead:
 class TakenDraft:
     """Such a draft as that of an iteration which has begun."""
 
-    draft: Draft  # for its requests, which its plan takes as it is
+    draft: DraftPlan  # for its requests, which its plan takes as it is
     pending: PendingProposal
     span: Run  # from the draft's start to its end in the device's queue
     runs: list[list[Run]]

@@ -19,7 +19,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
-    Draft,
+    DraftPlan,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -77,7 +77,7 @@ class AdaptiveVerifyPolicy(BasePolicy):
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The same chain for all."""
-        return Shape(Draft(self._k))
+        return Shape(DraftPlan(self._k))
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
         """Yes if verifying all of them takes less extra time than waiting for a selection would."""

@@ -20,7 +20,7 @@ from adaserve.scheduler.interface import (
     NO_CONTEXT,
     CandidateTrees,
     Context,
-    Draft,
+    DraftPlan,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -48,7 +48,7 @@ seldom seen under load and differs by a third between the phases of a shared hos
 class Shape:
     """What a policy decides for one iteration. The base class limits it to the configuration."""
 
-    draft: Draft  # its window None = the configured one
+    draft: DraftPlan  # its window None = the configured one
     budget: int = NO_BUDGET  # B
     n_max: int | None = None
     weight: FloatArray | None = None  # value of an accepted token per row, [n]; None = all equal
@@ -96,7 +96,7 @@ class BasePolicy:
         shape = self.shape(running, cap, now_s)
         limit = shape.budget if self.config.budget is None else min(shape.budget, self.config.budget)
         # A draft step would be wasted where only the roots fit.
-        then = self._within(shape.draft, cap) if limit > n else Draft(0)
+        then = self._within(shape.draft, cap) if limit > n else DraftPlan(0)
         draft = then if running.underway is None else running.underway
         offered = 0 if running.offered is None else running.offered.n_nodes
         drafted = _most_nodes(draft) * self.config.drafts
@@ -119,7 +119,7 @@ class BasePolicy:
         self._iterations += 1
         return plan
 
-    def _takes_all(self, running: RunningBatch, draft: Draft, limit: int, cap: IntArray | None) -> bool:
+    def _takes_all(self, running: RunningBatch, draft: DraftPlan, limit: int, cap: IntArray | None) -> bool:
         """Whether all candidates are to be verified."""
         if not (running.may_go_unread and draft.depth) or (cap is not None and not cap.any()):
             return False
@@ -162,11 +162,11 @@ class BasePolicy:
         """Number of the iteration that drafts what a plan wants: the next one if a draft is underway."""
         return self._iterations + (running.underway is not None)
 
-    def _within(self, draft: Draft, cap: IntArray) -> Draft:
+    def _within(self, draft: DraftPlan, cap: IntArray) -> DraftPlan:
         """``draft`` within the configuration, for rows that may have nodes as deep as ``cap`` [n]."""
         depth = min(draft.depth, int(cap.max()), self.config.d_max) if self.config.drafts else 0
         if not depth:
-            return Draft(0)
+            return DraftPlan(0)
         rows, may = draft.rows, cap > 0
         if not may.all():
             rows = may if rows is None else may & rows
@@ -182,7 +182,7 @@ class BasePolicy:
         read = tokens_read(running.context_tokens, window, self.config.draft_sinks)
         return Context(float(read.sum()), len(running))
 
-    def _t_spec(self, running: RunningBatch, draft: Draft, budget: int) -> float:
+    def _t_spec(self, running: RunningBatch, draft: DraftPlan, budget: int) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
         context, read = self.context(running), self._draft_context(running, draft.window)
         tokens = budget + running.prefill_tokens
@@ -298,7 +298,7 @@ def _limit(cap: IntArray, depth: int, deepest: int | None) -> IntArray | None:
     return cap if depth and cap.min() < depth else None
 
 
-def _most_nodes(draft: Draft) -> int:
+def _most_nodes(draft: DraftPlan) -> int:
     """Largest candidate tree of one row that one draft model makes, root not counted."""
     if draft.branching is None:
         return draft.depth * draft.width

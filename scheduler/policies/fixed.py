@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import Draft, IntArray, RunningBatch
+from adaserve.scheduler.interface import DraftPlan, IntArray, RunningBatch
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 
 
@@ -17,7 +17,7 @@ class FixedPolicy(BasePolicy):
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """Always the same."""
         width = max(self._branching, default=1)
-        return Shape(Draft(len(self._branching), width, self._branching if width > 1 else None))
+        return Shape(DraftPlan(len(self._branching), width, self._branching if width > 1 else None))
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
         """Always."""

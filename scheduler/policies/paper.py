@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from adaserve.scheduler.interface import (
     CandidateTrees,
-    Draft,
+    DraftPlan,
     IntArray,
     IterationPlan,
     RunningBatch,
@@ -49,7 +49,7 @@ class AdaServePolicy(BasePolicy):
         B2 = 0.75 * B if c.B2 is None else c.B2
         d, w_max = (c.d_min, c.d_max), c.widest(n)
         depth, width = eurosys_shape(n, B1=B1, B2=B2, c1=c.c1, c2=c.c2, d=d, w_max=w_max)
-        return Shape(Draft(depth, width), B, self._n_max(n, B))
+        return Shape(DraftPlan(depth, width), B, self._n_max(n, B))
 
     def _n_max(self, n: int, B: int) -> int:
         # The authors' public code: int(1.2 B / n) added nodes; at least 1 or the phase does nothing.
@@ -74,7 +74,7 @@ class AdaServeV1Policy(AdaServePolicy):
         """d and w of v1; n > B drafts nothing instead of v1's wasted max(1, ...)."""
         n, B = len(running), self.budget
         depth, width = v1_shape(n, B, self.config.d_max, self.config.widest(n))
-        return Shape(Draft(depth, width), B, self._n_max(n, B))
+        return Shape(DraftPlan(depth, width), B, self._n_max(n, B))
 
 
 class GlobalGreedyPolicy(AdaServePolicy):
@@ -93,7 +93,7 @@ class EqualGreedyPolicy(AdaServePolicy):
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """Nothing is drafted if a share has room only for the root."""
         shape = super().shape(running, cap, now_s)
-        return shape if shape.n_max else replace(shape, draft=Draft(0))
+        return shape if shape.n_max else replace(shape, draft=DraftPlan(0))
 
     def _n_max(self, n: int, B: int) -> int:
         return max(0, B // n - 1)

@@ -15,7 +15,7 @@ from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
     Context,
-    Draft,
+    DraftPlan,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -94,7 +94,7 @@ class PricedPolicy(BasePolicy):
             drafting = _some_rows(len(running), drafting)
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
             depth = min(deepest, depth + 2)
-        return Shape(Draft(depth, width, rows=drafting, window=window), weight=self._weight)
+        return Shape(DraftPlan(depth, width, rows=drafting, window=window), weight=self._weight)
 
     def _best_window(self, running: RunningBatch) -> IntArray | None:
         """How much draft steps read of each row, by the learned cost and gain of reading that much, [n]."""

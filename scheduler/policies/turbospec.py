@@ -13,7 +13,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
-    Draft,
+    DraftPlan,
     FloatArray,
     IntArray,
     IterationPlan,
@@ -60,7 +60,7 @@ class TurboSpecPolicy(BasePolicy):
         """A chain of k*; a probe of 1 now and then while k* is 0."""
         n, goodput = len(running), self.goodput(running, cap)
         if len(goodput) == 1:  # there is no choice
-            return Shape(Draft(0), deepest=0)
+            return Shape(DraftPlan(0), deepest=0)
         best = int(np.argmax(goodput))
         if best > 0:
             self._idle = 0
@@ -73,10 +73,10 @@ class TurboSpecPolicy(BasePolicy):
             if underway is None:  # else nothing is drafted by this plan, and the next one asks again
                 self._idle = 0
             return self._chain(n, 1)
-        return Shape(Draft(0), deepest=0)
+        return Shape(DraftPlan(0), deepest=0)
 
     def _chain(self, n: int, k: int) -> Shape:
-        return Shape(Draft(k), budget=n * (1 + k), deepest=k)
+        return Shape(DraftPlan(k), budget=n * (1 + k), deepest=k)
 
     def choose(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The first k tokens of every chain."""

@@ -15,7 +15,7 @@ import numpy as np
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     CandidateTrees,
-    Draft,
+    DraftPlan,
     FloatArray,
     IntArray,
     IterationPlan,
@@ -47,7 +47,7 @@ class UrgencyPolicy(BasePolicy):
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The same chain for all."""
-        return Shape(Draft(self._k))
+        return Shape(DraftPlan(self._k))
 
     def latency_budget(self, running: RunningBatch, now_s: float, least_s: float) -> float:
         """Seconds that the iteration may take; ``least_s``: without speculation, so who has less is late."""

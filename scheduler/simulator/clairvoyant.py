@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import CandidateTrees, Draft, FloatArray, IterationPlan
+from adaserve.scheduler.interface import CandidateTrees, DraftPlan, FloatArray, IterationPlan
 from adaserve.scheduler.policies.priced import PricedPolicy
 from adaserve.scheduler.selection import within_cap
 from adaserve.scheduler.simulator.trees import ChildSource, Drafted, KeepDrafting, TreeSampler
@@ -44,7 +44,7 @@ class RevealingSampler(TreeSampler):
         self._policy = policy
 
     def draft(
-        self, draft: Draft, difficulty: FloatArray, bias: FloatArray, keep_drafting: KeepDrafting
+        self, draft: DraftPlan, difficulty: FloatArray, bias: FloatArray, keep_drafting: KeepDrafting
     ) -> Drafted:
         """See TreeSampler."""
         drafted = super().draft(draft, difficulty, bias, keep_drafting)

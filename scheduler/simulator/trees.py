@@ -13,7 +13,7 @@ from scipy.stats import beta
 from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
-    Draft,
+    DraftPlan,
     FloatArray,
     IntArray,
 )
@@ -158,7 +158,7 @@ class TreeSampler:
         self._rng = rng
 
     def draft(
-        self, draft: Draft, difficulty: FloatArray, bias: FloatArray, keep_drafting: KeepDrafting
+        self, draft: DraftPlan, difficulty: FloatArray, bias: FloatArray, keep_drafting: KeepDrafting
     ) -> Drafted:
         """Beam search of draft.width (Algorithm 2 line 8), or draft.branching children per beam."""
         batch = len(difficulty)

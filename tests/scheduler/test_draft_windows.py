@@ -17,7 +17,7 @@ from adaserve.scheduler.interface import (
     MODEL,
     CandidateTrees,
     Context,
-    Draft,
+    DraftPlan,
     IterationOutcome,
     IterationPlan,
     tokens_read,
@@ -138,7 +138,7 @@ def test_offers_say_nothing_of_how_much_drafts_should_read() -> None:
     offered = replace(told, source=np.full(told.n_nodes, 8))
     batch = running(n, context_tokens=4000, offered=offered)
     for i in range(60):
-        plan = replace(policy.plan(batch, 1.0 + i), draft=Draft(0))
+        plan = replace(policy.plan(batch, 1.0 + i), draft=DraftPlan(0))
         selection = policy.select(plan, offered)
         policy.observe(outcome(plan, offered, selection, selection.keep))
     assert policy.windows is not None
@@ -200,7 +200,7 @@ def drafted(plan: IterationPlan, seconds: float) -> IterationOutcome:
     n = len(plan.running)
     trees = beam_trees(n, plan.draft.depth, plan.draft.width)
     none = np.zeros(trees.n_nodes, np.bool_)
-    selection = build_policy("chain-1").select(replace(plan, draft=Draft(0)), CandidateTrees.empty(n))
+    selection = build_policy("chain-1").select(replace(plan, draft=DraftPlan(0)), CandidateTrees.empty(n))
     return outcome(plan, trees, replace(selection, keep=none), none, draft_s=seconds)
 
 
@@ -210,10 +210,10 @@ def test_costs_of_reading_are_learned(wrong: float) -> None:
     truth = latency(2e-7)
     costs, rng = LearnedCosts(latency(2e-7 * wrong)), np.random.default_rng(0)
     batch = running(2, context_tokens=8000)
-    plan = IterationPlan(0, 0.0, batch, Draft(4, 2), 100)
+    plan = IterationPlan(0, 0.0, batch, DraftPlan(4, 2), 100)
     for i in range(600):
         window = np.array([64, 64]) if i % 2 else None
-        p = replace(plan, draft=Draft(int(rng.integers(1, 6)), 2, window=window, sinks=4))
+        p = replace(plan, draft=DraftPlan(int(rng.integers(1, 6)), 2, window=window, sinks=4))
         seconds = truth.draft_s(2, p.draft.depth, 2, p.draft_context) * (1 + abs(rng.normal(0, 0.02)))
         costs.observe(drafted(p, seconds), Context(16_000, 2))
     for read in (Context(136.0, 2), Context(16_000.0, 2)):
@@ -229,7 +229,7 @@ def test_short_contexts_say_nothing_of_long_ones(seed: int) -> None:
     costs = LearnedCosts(truth)
     for _ in range(300):
         batch = running(2, context_tokens=int(rng.integers(50, 400)))
-        plan = IterationPlan(0, 0.0, batch, Draft(int(rng.integers(1, 6)), 2), 100)
+        plan = IterationPlan(0, 0.0, batch, DraftPlan(int(rng.integers(1, 6)), 2), 100)
         seconds = truth.draft_s(2, plan.draft.depth, 2, plan.draft_context) * (1 + abs(rng.normal(0, 0.1)))
         costs.observe(drafted(plan, seconds), plan.draft_context)
     long = Context(32_000, 2)

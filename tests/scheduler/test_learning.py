@@ -37,7 +37,7 @@ from adaserve.scheduler.costs.latency import (
     forward_s,
 )
 from adaserve.scheduler.costs.profile import Profile, load_profile, validate_profile
-from adaserve.scheduler.interface import CandidateTrees, Context, Draft, Selection
+from adaserve.scheduler.interface import CandidateTrees, Context, DraftPlan, Selection
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.selection import everything
 
@@ -263,7 +263,7 @@ class TestCalibration:
     def test_requests_get_another_chance_where_nothing_is_drafted_any_more(self):
         """Only rare trials test them then, which alone would take thousands of iterations to tell."""
         policy, batch, trees = build_policy("priced"), running(32), beam_trees(32, 1, 1)
-        plan = replace(policy.plan(batch, 1.0), draft=Draft(1))
+        plan = replace(policy.plan(batch, 1.0), draft=DraftPlan(1))
         selected, easy = everything(trees, None), np.arange(32) % 2 == 0
         for _ in range(40):
             policy.observe(outcome(plan, trees, selected, easy))

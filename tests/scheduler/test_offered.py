@@ -16,7 +16,7 @@ from adaserve.scheduler.interface import (
     MODEL,
     SECOND_MODEL,
     CandidateTrees,
-    Draft,
+    DraftPlan,
     IterationOutcome,
     RunningBatch,
     Selection,
@@ -202,7 +202,7 @@ def test_the_worth_of_levels_counts_what_only_the_draft_had() -> None:
         policy = build_policy("priced", PolicyConfig(latency=CHEAP, surplus_rate=0.5))
         assert isinstance(policy, PricedPolicy)
         for _ in range(64):
-            plan = replace(policy.plan(running(1), 1.0), draft=Draft(1))
+            plan = replace(policy.plan(running(1), 1.0), draft=DraftPlan(1))
             trees = replace(beam_trees(1, 1, len(source)), source=np.array(source))
             selection = policy.select(plan, trees)
             policy.observe(outcome_of(plan, trees, selection))

@@ -14,7 +14,7 @@ from sched_factories import beam_trees, outcome, running, trees_from
 from adaserve.scheduler.acceptance import AcceptanceRate, expected_accept_length
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
-from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan
+from adaserve.scheduler.interface import CandidateTrees, DraftPlan, IterationPlan
 from adaserve.scheduler.node_pricing import price_nodes
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.paper import eurosys_shape, v1_shape
@@ -229,7 +229,7 @@ class TestTurboSpec:
 
     def test_a_probe_that_the_next_iteration_does_not_draft_is_asked_for_again(self):
         """As on a GPU while nothing is drafted: the next iteration is queued before its plan is known."""
-        policy, depths, then = build_policy("turbospec", self.costly()), [], Draft(0)
+        policy, depths, then = build_policy("turbospec", self.costly()), [], DraftPlan(0)
         for _ in range(200):
             plan = policy.plan(running(8, underway=None if then.depth else then), 1.0)
             assert plan.then is not None
@@ -371,7 +371,7 @@ class TestPriced:
         policy, f = build_policy("priced", config), np.array([[0.9, 0.3, 0.1], [0.6, 0.2, 0.05]])
         assert isinstance(policy, PricedPolicy)
         for _ in range(30):
-            plan = replace(policy.plan(running(16, tpot_slo_s=math.inf), 1.0), draft=Draft(2, 3))
+            plan = replace(policy.plan(running(16, tpot_slo_s=math.inf), 1.0), draft=DraftPlan(2, 3))
             trees = below_the_best(16, f)
             selection = policy.select(plan, trees)
             policy.observe(outcome(plan, trees, selection, selection.keep))
@@ -416,7 +416,7 @@ class TestPriced:
         ``early``: as on a GPU. A draft is queued before its iteration is planned, where the draft model has
         read what came before; where nothing is to be drafted, the next iteration is queued."""
         depths: list[int] = []
-        then: Draft | None = None
+        then: DraftPlan | None = None
         for _ in range(iterations):
             drafted, waits = then is not None and then.depth, depths and depths[-1]
             underway = then if early and then is not None and (not drafted or waits) else None
@@ -495,7 +495,7 @@ class TestPriced:
                 selection = policy.select(plan, trees)
             times = {"draft_s": 1e-3 * (1 + i % 3), "verify_s": 7e-3 * (1 + i % 2)}
             pending = outcome(plan, trees, selection, selection.keep & (trees.depth == 1), **times)
-        stopped = replace(plan, draft=Draft(plan.draft.depth + 1))
+        stopped = replace(plan, draft=DraftPlan(plan.draft.depth + 1))
         monkeypatch.setattr(policy, "_prepared", (stopped, policy.seconds(plan, trees, 0)))
         assert len(policy.seconds(stopped, trees, 5)) == 6, "drafted less than was planned"
 

@@ -16,7 +16,7 @@ from sched_factories import beam_trees, kept_sets, outcome, running, tree_rows, 
 from adaserve.scheduler.acceptance_calibration import CEILING, N_BINS
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TabulatedCost
-from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan, RunningBatch
+from adaserve.scheduler.interface import CandidateTrees, DraftPlan, IterationPlan, RunningBatch
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.base import BasePolicy
 from adaserve.scheduler.policies.priced import PricedPolicy
@@ -64,7 +64,7 @@ def planned(name: str, batch: RunningBatch, trees: CandidateTrees, budget: int |
     depth = int(trees.depth.max(initial=0))
     cap = np.minimum(batch.max_depth, batch.remaining_tokens - 1)
     room = len(batch) + trees.n_nodes if budget is None else budget
-    return policy, replace(plan, draft=Draft(depth, plan.draft.width), budget=room, cap=cap)
+    return policy, replace(plan, draft=DraftPlan(depth, plan.draft.width), budget=room, cap=cap)
 
 
 @settings(max_examples=150, deadline=None)
@@ -208,7 +208,9 @@ def test_priced_buys_the_best_prefix_of_calibrated_values(rows, data):
     assert isinstance(policy, PricedPolicy)
     for _ in range(data.draw(st.integers(1, 12))):
         plan = policy.plan(batch, 1.0)
-        plan = replace(plan, draft=Draft(int(trees.depth.max(initial=0))), budget=n + trees.n_nodes, cap=None)
+        plan = replace(
+            plan, draft=DraftPlan(int(trees.depth.max(initial=0))), budget=n + trees.n_nodes, cap=None
+        )
         factors = policy.calibrator.batch_factors(batch.rids, batch.slo_class)
         f = literal_values(trees, factors)
         assert policy.values(plan, trees) == pytest.approx(f)
@@ -299,5 +301,5 @@ def test_priced_survives_a_latency_that_falls_with_tokens():
     plan = policy.plan(running(2), 1.0)
     trees = beam_trees(2, 3, 2)
     trees.logprob[6:] = -math.inf
-    plan = replace(plan, draft=Draft(3, 2), budget=100, cap=None)
+    plan = replace(plan, draft=DraftPlan(3, 2), budget=100, cap=None)
     assert not policy.select(plan, trees).keep[6:].any()

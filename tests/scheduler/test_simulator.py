@@ -20,7 +20,7 @@ from adaserve.scheduler.admission.prefill import plan_prefill
 from adaserve.scheduler.admission.situation import PrefillConfig, Situation, WaitingBatch
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
-from adaserve.scheduler.interface import Context, Draft, IterationPlan, Selection
+from adaserve.scheduler.interface import Context, DraftPlan, IterationPlan, Selection
 from adaserve.scheduler.iteration_recording import (
     FLUSH_EVERY,
     RecordedPrefill,
@@ -178,7 +178,7 @@ def test_sampler_accepts_as_often_as_it_says():
     sampler = TreeSampler(SyntheticChildren(miscalibration=0.0), np.random.default_rng(0))
     n = 400
     plan = build_policy("adaserve").plan(running(n, max_depth=4), 1.0)
-    plan = replace(plan, draft=Draft(3, 2), budget=10 * n)
+    plan = replace(plan, draft=DraftPlan(3, 2), budget=10 * n)
     expected = seen = 0.0
     for _ in range(20):
         drafted = sampler.draft(plan.draft, np.full(n, 0.7), np.zeros(n), lambda s, f: True)

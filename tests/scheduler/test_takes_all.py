@@ -12,7 +12,7 @@ from test_policies import NAMES
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel, TabulatedCost
-from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan
+from adaserve.scheduler.interface import CandidateTrees, DraftPlan, IterationPlan
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.policies.base import BasePolicy
 
@@ -77,7 +77,7 @@ def test_all_is_taken_where_all_of_it_fits(name: str, n: int) -> None:
         {"max_depth": 0},
         {"remaining_tokens": 1},
         {"offered": beam_trees(2, 2, 1)},
-        {"underway": Draft(0)},
+        {"underway": DraftPlan(0)},
     ],
 )
 def test_not_where_something_else_decides(name: str, unlike: dict[str, object]) -> None:
@@ -142,7 +142,7 @@ def test_where_all_is_taken_the_policy_expects_what_it_has_learned(name: str) ->
     policy, n = build(name), 8
     told = trees_from([[(-1, 0.9), (0, 0.9), (1, 0.9)]] * n)
     accepted = (told.row % 2 == 0) & (told.depth == 1)  # half of the first tokens, and no others
-    batch = running(n, may_go_unread=True, underway=Draft(3))
+    batch = running(n, may_go_unread=True, underway=DraftPlan(3))
     plans = [policy.plan(batch, 1.0 + i) for i in range(200)]
     for plan in plans:
         selection = policy.select(plan, told)
@@ -154,7 +154,7 @@ def test_where_all_is_taken_the_policy_expects_what_it_has_learned(name: str) ->
 @pytest.mark.parametrize("name", sorted(ALWAYS))
 def test_not_beyond_the_budget(name: str) -> None:
     """With the roots, and of the rows that are drafted for."""
-    some = Draft(5, 3, rows=np.array([True, False, True]))
+    some = DraftPlan(5, 3, rows=np.array([True, False, True]))
     for budget, fits in ((33, True), (32, False)):
         plan = build(name, budget=budget).plan(running(3, may_go_unread=True, underway=some), 1.0)
         assert plan.takes_all == fits
@@ -166,7 +166,7 @@ def test_not_beyond_the_budget(name: str) -> None:
 def test_only_where_verifying_more_is_quicker_than_reading(name: str) -> None:
     """Of what was drafted, all was bought so far, or as much as paid."""
     policy, n = build(name, 0.0, learn_costs=False), 8
-    underway = Draft(3) if name != "priced" else Draft(5, 3)
+    underway = DraftPlan(3) if name != "priced" else DraftPlan(5, 3)
     some = running(n, underway=underway, decoded_tokens=5)
     trees = beam_trees(n, underway.depth, underway.width)
     trees.logprob[:] = -40.0 * trees.depth  # nothing pays

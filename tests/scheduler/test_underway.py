@@ -10,7 +10,7 @@ import pytest
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
-from adaserve.scheduler.interface import Draft, IterationOutcome, RunningBatch
+from adaserve.scheduler.interface import DraftPlan, IterationOutcome, RunningBatch
 from adaserve.scheduler.iteration_recording import Recorder, read_recording, replay
 from adaserve.scheduler.policies import build_policy
 from tests.scheduler.sched_factories import beam_trees, outcome, running
@@ -21,7 +21,7 @@ CHEAP = LatencyModel(
 NAMES = ["priced", "adaserve", "chain-2", "turbospec", "global-greedy", "fixed-tree", "equal-greedy"]
 
 
-def batch(n: int, underway: Draft | None = None) -> RunningBatch:
+def batch(n: int, underway: DraftPlan | None = None) -> RunningBatch:
     return replace(running(n), underway=underway)
 
 
@@ -31,7 +31,7 @@ def test_a_plan_takes_what_is_underway(name: str) -> None:
     config = PolicyConfig(latency=CHEAP)
     free = build_policy(name, config).plan(batch(3), 1.0)
     assert free.then is free.draft
-    underway = Draft(7, 1, None, np.array([True, False, True]))
+    underway = DraftPlan(7, 1, None, np.array([True, False, True]))
     plan = build_policy(name, config).plan(batch(3, underway), 1.0)
     assert plan.draft is underway and plan.then == free.then
     trees = beam_trees(3, 7, 1)
@@ -52,7 +52,7 @@ def test_requests_that_may_not_speculate_are_not_counted_as_drafted(name: str) -
 
 def test_nodes_below_what_a_request_may_still_write_are_left_out() -> None:
     """It was not known when they were drafted."""
-    short = replace(batch(2, Draft(5)), remaining_tokens=np.array([3, 100]))
+    short = replace(batch(2, DraftPlan(5)), remaining_tokens=np.array([3, 100]))
     plan = build_policy("chain-2", PolicyConfig(latency=CHEAP)).plan(short, 1.0)
     assert plan.cap is not None and plan.cap.tolist()[0] == 2
 

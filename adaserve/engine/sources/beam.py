@@ -29,7 +29,7 @@ from adaserve.engine.sources.search import (
 from adaserve.engine.sources.source import KeepDrafting, PendingProposal, ProposalAhead, TreeSource
 from adaserve.engine.trees.batch import ContextGap, TreeBatch
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
-from adaserve.scheduler.interface import Draft, IterationPlan
+from adaserve.scheduler.interface import DraftPlan, IterationPlan
 from adaserve.sharpening import DraftSharpening
 
 MAX_PENDING = 8
@@ -178,10 +178,10 @@ class BeamSource(TreeSource):
         depth = len(shape.beams)
         branching = then.branching and then.branching[:depth]
         window = None if then.window is None else then.window[active]
-        draft = Draft(depth, then.width, branching, None, window, then.sinks)
+        draft = DraftPlan(depth, then.width, branching, None, window, then.sinks)
         return ProposalAhead([rows.states[row] for row in active.tolist()], draft, take, span)
 
-    def _context_gap(self, draft: Draft, cached: np.ndarray, active: np.ndarray) -> ContextGap | None:
+    def _context_gap(self, draft: DraftPlan, cached: np.ndarray, active: np.ndarray) -> ContextGap | None:
         """Of the contexts of the active rows, ``cached`` being the tokens [n] of all."""
         return context_gap(draft, cached, active)
 

@@ -11,7 +11,7 @@ import numpy as np
 from adaserve.engine.requests import rows_of_pool
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.trees.batch import ContextGap
-from adaserve.scheduler.interface import Draft
+from adaserve.scheduler.interface import DraftPlan
 
 
 class HeadSource(BeamSource):
@@ -28,7 +28,7 @@ class HeadSource(BeamSource):
         new = [list(text[start:]) for text, start in zip(texts, starts, strict=True)]
         self.cache.feed(rows_of_pool(batch).tolist(), starts, new)
 
-    def _context_gap(self, draft: Draft, cached: np.ndarray, active: np.ndarray) -> ContextGap | None:
+    def _context_gap(self, draft: DraftPlan, cached: np.ndarray, active: np.ndarray) -> ContextGap | None:
         """The first tokens are not sinks for a head, which has never read the very first. So it reads as many
         recent ones more."""
         gap = super()._context_gap(draft, cached, active)

@@ -15,18 +15,18 @@ from adaserve.engine.sources.source import KeepDrafting, PendingProposal
 from adaserve.engine.trees.batch import ContextGap
 from adaserve.engine.trees.proposal import Proposal, Unread
 from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, laid_out, tree_shape
-from adaserve.scheduler.interface import MODEL, CandidateTrees, Draft, IterationPlan
+from adaserve.scheduler.interface import MODEL, CandidateTrees, DraftPlan, IterationPlan
 from adaserve.sharpening import DraftSharpening
 
 
-def drafted_rows(draft: Draft, rows: DecodeRows) -> np.ndarray:
+def drafted_rows(draft: DraftPlan, rows: DecodeRows) -> np.ndarray:
     """int64 [a]: the rows that are drafted for."""
     may = rows.running.max_depth > 0
     return (may if draft.rows is None else may & draft.rows).nonzero()[0]
 
 
 def fitting_shape(
-    draft: Draft, rows: DecodeRows, active: np.ndarray, most: int, deepest: int = ANY_DEPTH
+    draft: DraftPlan, rows: DecodeRows, active: np.ndarray, most: int, deepest: int = ANY_DEPTH
 ) -> TreeShape | None:
     """The planned shape, cut to ``most`` nodes and ``deepest`` levels: a fixed tree knows nothing of this
     server's limits. None = nothing is to be drafted for the rows ``active``."""
@@ -68,7 +68,7 @@ def _scale_and_spread(sharpening: DraftSharpening, noisy: bool, temperatures: by
     return [values.astype(np.float32) for values in read(np.frombuffer(temperatures))]
 
 
-def context_gap(draft: Draft, cached: np.ndarray, active: np.ndarray) -> ContextGap | None:
+def context_gap(draft: DraftPlan, cached: np.ndarray, active: np.ndarray) -> ContextGap | None:
     """What is left out of the ``cached`` tokens [n] of the active rows; None = nothing."""
     if draft.window is None:
         return None

@@ -12,7 +12,7 @@ from adaserve.engine.device import Mark, Run
 from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal, Unread
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
-from adaserve.scheduler.interface import Draft, IterationPlan
+from adaserve.scheduler.interface import DraftPlan, IterationPlan
 
 KeepDrafting = Callable[[IterationPlan, int, np.ndarray], bool]
 """``Policy.keep_drafting``."""
@@ -37,7 +37,7 @@ class ProposalAhead:
     accepts and which requests go on."""
 
     states: Sequence[RequestState]  # of the requests that it is for
-    draft: Draft  # for these
+    draft: DraftPlan  # for these
     take: Callable[[np.ndarray, np.ndarray, int], PendingProposal]
     """(rows int64 [b], rising; which of the above they are, int64 [b]; n) -> what it has for these of n
     requests. To be called once the source has been told what was accepted."""
@@ -50,7 +50,7 @@ class ProposalAhead:
         rows, mine = np.array(found, np.int64).reshape(-1, 2).T
         return rows, mine
 
-    def for_rows(self, rows: np.ndarray, mine: np.ndarray, n: int) -> Draft:
+    def for_rows(self, rows: np.ndarray, mine: np.ndarray, n: int) -> DraftPlan:
         """Its draft as one for n requests, of which it has those."""
         has = np.zeros(n, np.bool_)
         has[rows] = True

@@ -25,7 +25,7 @@ from adaserve.engine.sources.source import KeepDrafting
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.scheduler.interface import Draft, IterationPlan
+from adaserve.scheduler.interface import DraftPlan, IterationPlan
 from adaserve.sharpening import DraftSharpening
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, read_hf, run
 from tests.engine.trees.factories import iteration_plan, paths, running, selection_of
@@ -98,7 +98,7 @@ class Setting:
         plan = replace(
             iteration_plan(len(LENGTHS), depth, width),
             running=self.rows.running,
-            draft=Draft(depth, width, window=self.recent, sinks=SINKS),
+            draft=DraftPlan(depth, width, window=self.recent, sinks=SINKS),
         )
         pending = self.source.propose(plan, self.rows, keep)
         assert pending is not None

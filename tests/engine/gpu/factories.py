@@ -28,7 +28,7 @@ from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.noise import request_key
-from adaserve.scheduler.interface import Draft, IterationPlan, RunningBatch
+from adaserve.scheduler.interface import DraftPlan, IterationPlan, RunningBatch
 from adaserve.sharpening import DraftSharpening
 from tests.engine.cpu.factories import hf_model, read_hf
 
@@ -215,4 +215,4 @@ def device_forward(
 def iteration_plan(
     running: RunningBatch, depth: int, width: int, branching: tuple[int, ...] | None = None
 ) -> IterationPlan:
-    return IterationPlan(0, 0.0, running, Draft(depth, width, branching), 1000)
+    return IterationPlan(0, 0.0, running, DraftPlan(depth, width, branching), 1000)

@@ -19,7 +19,7 @@ from adaserve.engine.queued_ahead import DraftAhead
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.source import ProposalAhead
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.scheduler.interface import Draft, IterationPlan
+from adaserve.scheduler.interface import DraftPlan, IterationPlan
 from adaserve.scheduler.policies import build_policy
 from tests.engine.gpu.factories import (
     NOISY,
@@ -69,7 +69,7 @@ class Case:
         rows = self.before.rows(self.before.running(temperature=self.temperature))
         return self.source.propose_ahead(plan, rows, verified, self.tensors, self.acceptance)
 
-    def expected(self, draft: Draft) -> Proposal:
+    def expected(self, draft: DraftPlan) -> Proposal:
         """On a host, which has read everything but the last token."""
         running = self.after.running(temperature=self.temperature)
         model = TinyModel(self.after.slots)
@@ -79,7 +79,7 @@ class Case:
         assert pending is not None
         return pending.read()
 
-    def plan(self, draft: Draft) -> IterationPlan:
+    def plan(self, draft: DraftPlan) -> IterationPlan:
         running = self.before.running(temperature=self.temperature)
         return dataclasses.replace(iteration_plan(running, 1, 1), then=draft)
 
@@ -95,13 +95,13 @@ def test_beams_of_some_rows() -> None:
         assert np.array_equal(some.logprobs, tokens[rows] * 0.5) and some.steps == 1
 
 
-SHAPES = [Draft(1), Draft(4), Draft(5, 3), Draft(3, 2), Draft(3, 1, (2, 1, 3))]
+SHAPES = [DraftPlan(1), DraftPlan(4), DraftPlan(5, 3), DraftPlan(3, 2), DraftPlan(3, 1, (2, 1, 3))]
 
 
 @pytest.mark.parametrize("draft", SHAPES)
 @pytest.mark.parametrize("counts", [[1, 1, 1], [5, 1, 3], [5, 5, 5]])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_same_trees(draft: Draft, counts: list[int], temperature: float) -> None:
+def test_the_same_trees(draft: DraftPlan, counts: list[int], temperature: float) -> None:
     case, all_rows = Case([5, 17, 2], counts, temperature), np.arange(3)
     ahead = case.ahead(case.plan(draft))
     assert ahead is not None and ahead.draft == draft
@@ -114,16 +114,16 @@ def test_a_draft_that_reads_little() -> None:
     counts = [4, 1, 2]
     case, every = Case([30, 5, 21], counts), np.arange(3)
     window = np.array([8, 16, 5])
-    ahead = case.ahead(case.plan(Draft(4, 3, window=window, sinks=2)))
+    ahead = case.ahead(case.plan(DraftPlan(4, 3, window=window, sinks=2)))
     assert ahead is not None and ahead.draft.window is not None
-    expected = case.expected(Draft(4, 3, window=window + counts, sinks=2))
+    expected = case.expected(DraftPlan(4, 3, window=window + counts, sinks=2))
     assert_same(expected, ahead.take(every, every, 3).read())
 
 
 def test_some_go_on_and_others_have_come() -> None:
     """Their candidates are those that they have among all; who has come has none."""
     case = Case([5, 17, 9], [2, 4, 1])
-    draft = Draft(3, 2, rows=np.array([True, True, False]))
+    draft = DraftPlan(3, 2, rows=np.array([True, True, False]))
     ahead = case.ahead(case.plan(draft))
     assert ahead is not None and len(ahead.states) == 2
     new = dataclasses.replace(ahead.states[0], rid="new")
@@ -140,7 +140,7 @@ def test_some_go_on_and_others_have_come() -> None:
 
 def test_it_is_dropped_where_more_have_come_than_go_on() -> None:
     case = Case([5, 17, 9], [2, 4, 1])
-    made = case.ahead(case.plan(Draft(3, 2)))
+    made = case.ahead(case.plan(DraftPlan(3, 2)))
     assert made is not None
     ahead, known = DraftAhead(made, made.states, HostMark(), []), list(made.states)
     new = [dataclasses.replace(known[0], rid=rid) for rid in ("new", "newer")]
@@ -157,17 +157,17 @@ def test_it_is_dropped_where_more_have_come_than_go_on() -> None:
 def test_only_behind_its_own_nodes(what: str, made: list[bool] | None) -> None:
     """Behind those of others it would not know what it has not read."""
     case = Case([5, 17, 9], [1, 1, 1])
-    ahead = case.ahead(case.plan(Draft(2)), None if made is None else np.array(made), nodes=2)
+    ahead = case.ahead(case.plan(DraftPlan(2)), None if made is None else np.array(made), nodes=2)
     assert (ahead is not None) == (what == "all")
 
 
 def test_not_where_something_has_to_be_read_first() -> None:
     case = Case([5, 17, 9], [1, 1, 1])
     case.source.cache.advanced(int(case.before.pool_rows[1]), [3], known=0)
-    assert case.ahead(case.plan(Draft(2))) is None
-    some = Draft(2, rows=np.array([True, False, True]))
+    assert case.ahead(case.plan(DraftPlan(2))) is None
+    some = DraftPlan(2, rows=np.array([True, False, True]))
     assert case.ahead(case.plan(some)) is not None
-    assert case.ahead(case.plan(Draft(0))) is None
+    assert case.ahead(case.plan(DraftPlan(0))) is None
 
 
 KERNELS = """

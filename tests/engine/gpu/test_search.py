@@ -12,7 +12,7 @@ from adaserve.engine.gpu.sizes import Key
 from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import ANY_DEPTH
-from adaserve.scheduler.interface import Draft
+from adaserve.scheduler.interface import DraftPlan
 from tests.engine.gpu.factories import (
     CONTEXT,
     NOISY,
@@ -115,7 +115,7 @@ def test_contexts_are_read_in_part_and_whole_by_turns() -> None:
     device, running, found = graph_device(requests, model, model), requests.running(), []
     for recent in ([8, 5, 0], None, [8, 5, 0]):
         window = None if recent is None else np.array(recent)
-        draft = Draft(4, 3, window=window, sinks=2)
+        draft = DraftPlan(4, 3, window=window, sinks=2)
         plan = dataclasses.replace(iteration_plan(running, 4, 3), draft=draft)
         pending = requests.source(device, [0, 0, 0]).propose(plan, requests.rows(running), None)
         assert pending is not None

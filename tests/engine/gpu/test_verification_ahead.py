@@ -15,7 +15,7 @@ from adaserve.engine.request_state import UNKNOWN, BatchRequests
 from adaserve.engine.sampling import Settings
 from adaserve.engine.transfer import QueuedCopy
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
-from adaserve.scheduler.interface import Draft, IterationPlan, RunningBatch
+from adaserve.scheduler.interface import DraftPlan, IterationPlan, RunningBatch
 from adaserve.scheduler.policies import build_policy
 from tests.engine.gpu.factories import TinyModel
 from tests.engine.gpu.test_decode import (
@@ -29,7 +29,7 @@ from tests.engine.gpu.test_decode import (
 
 
 def went_ahead(run: Run) -> list[bool]:
-    return [outcome.plan.running.underway == Draft(0) for outcome in run.outcomes]
+    return [outcome.plan.running.underway == DraftPlan(0) for outcome in run.outcomes]
 
 
 def test_it_is_queued_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def changed(batch: Any, run: Run) -> None:
 def to_be_drafted(batch: Any, run: Run) -> None:
     last = run.loop._arriving
     assert last is not None
-    run.loop._arriving = replace(last, plan=replace(last.plan, then=Draft(1)))
+    run.loop._arriving = replace(last, plan=replace(last.plan, then=DraftPlan(1)))
 
 
 def planned_on_the_host(batch: Any, run: Run) -> None:
@@ -152,7 +152,7 @@ def shallow(plan: Callable[..., IterationPlan]) -> Callable[..., IterationPlan]:
     """As if drafting did not pay."""
 
     def planned(running: RunningBatch, now_s: float) -> IterationPlan:
-        return replace(plan(running, now_s), draft=Draft(0), then=Draft(0), budget=len(running))
+        return replace(plan(running, now_s), draft=DraftPlan(0), then=DraftPlan(0), budget=len(running))
 
     return planned
 
@@ -181,7 +181,7 @@ def test_a_draft_is_queued_behind_it() -> None:
 
     def planned(running: RunningBatch, now_s: float) -> IterationPlan:
         made, in_vain = plan(running, now_s), next(turn) % 3 == 0
-        return replace(made, then=Draft(0), budget=len(running), takes_all=False) if in_vain else made
+        return replace(made, then=DraftPlan(0), budget=len(running), takes_all=False) if in_vain else made
 
     run.policies.current.plan = planned  # type: ignore[method-assign]
     run.finish().check()

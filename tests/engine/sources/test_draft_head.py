@@ -20,7 +20,7 @@ from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.scheduler.interface import Draft
+from adaserve.scheduler.interface import DraftPlan
 from tests.engine.cpu.test_draft_heads import Setting, check_levels
 from tests.engine.cpu.test_medusa import Setting as MedusaSetting
 from tests.engine.gpu.heads import TinyCall, headed_device
@@ -174,7 +174,7 @@ def test_a_head_reads_more_recent_tokens_in_place_of_sinks(kind: str) -> None:
     case, window, sinks = head_case(head, "host"), np.array([0, 4]), 2
     for r, prompt in enumerate(PROMPTS):
         case.prefill(r, prompt, [])
-    plan = replace(iteration_plan(2, DEPTH, WIDTH), draft=Draft(DEPTH, WIDTH, window=window, sinks=sinks))
+    plan = replace(iteration_plan(2, DEPTH, WIDTH), draft=DraftPlan(DEPTH, WIDTH, window=window, sinks=sinks))
     pending = case.source.propose(plan, case.rows, None)
     assert pending is not None
     trees = pending.read().trees

@@ -20,7 +20,7 @@ from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import ANY_DEPTH
-from adaserve.scheduler.interface import Draft, IterationPlan
+from adaserve.scheduler.interface import DraftPlan, IterationPlan
 from tests.engine.cpu.factories import Pool, hf_model, read_hf
 from tests.engine.test_trees import MAX_NODES, PROMPTS, Case, DenseModel, alike, path_logprobs
 from tests.engine.trees.factories import iteration_plan, random_selection
@@ -37,7 +37,7 @@ def case_of(max_depth: list[int]) -> Case:
 def plan_of(case: Case, depth: int, width: int, window: list[int] | np.ndarray | None) -> IterationPlan:
     plan = iteration_plan(ROWS, depth, width)
     seen = replace(plan.running, context_tokens=case.rows.seq_lens)
-    draft = Draft(depth, width, window=None if window is None else np.array(window), sinks=1)
+    draft = DraftPlan(depth, width, window=None if window is None else np.array(window), sinks=1)
     return replace(plan, running=seen, draft=draft)
 
 

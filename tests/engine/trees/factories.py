@@ -20,7 +20,7 @@ from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.source import KeepDrafting
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.scheduler.interface import CandidateTrees, Draft, IterationPlan, RunningBatch, Selection
+from adaserve.scheduler.interface import CandidateTrees, DraftPlan, IterationPlan, RunningBatch, Selection
 from adaserve.sharpening import DraftSharpening
 
 VOCABULARY = 23
@@ -60,7 +60,7 @@ def slot_table(n: int) -> torch.Tensor:
 
 
 def iteration_plan(n: int, depth: int, width: int, branching: tuple[int, ...] | None = None) -> IterationPlan:
-    return IterationPlan(0, 0.0, running(n), Draft(depth, width, branching), 1000)
+    return IterationPlan(0, 0.0, running(n), DraftPlan(depth, width, branching), 1000)
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Drafted:
         plan = replace(
             iteration_plan(len(self.rows), depth, width, branching),
             running=replace(self.rows.running, context_tokens=self.rows.seq_lens),
-            draft=Draft(depth, width, branching, window=window, sinks=2),
+            draft=DraftPlan(depth, width, branching, window=window, sinks=2),
         )
         pending = self.source.propose(plan, self.rows, keep)
         self.caught_up = pending is not None and pending.caught_up is not None

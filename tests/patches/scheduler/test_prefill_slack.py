@@ -25,7 +25,7 @@ from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import (
     CandidateTrees,
-    Draft,
+    DraftPlan,
     IterationOutcome,
     IterationPlan,
     RunningBatch,
@@ -574,7 +574,7 @@ def decoded(end_s: float) -> IterationOutcome:
     running = RunningBatch(("r0", "r1"), ("c", "c"), zeros, zeros, one, one, one, one, zeros)
     selection = Selection(np.zeros(0, np.bool_), 0 * one, 0 * one, np.ones(2))
     return IterationOutcome(
-        IterationPlan(0, 0.0, running, Draft(0), 2), CandidateTrees.empty(2), selection,
+        IterationPlan(0, 0.0, running, DraftPlan(0), 2), CandidateTrees.empty(2), selection,
         np.zeros(0, np.bool_), one, end_s, draft_s=0.0, select_s=0.0, verify_s=0.04, total_s=0.04,
     )  # fmt: skip
 

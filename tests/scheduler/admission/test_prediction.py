@@ -11,7 +11,7 @@ from adaserve.scheduler.admission.interference import Interference, Stakes
 from adaserve.scheduler.admission.prediction import TPOTPredictor, predicted_wait_s
 from adaserve.scheduler.admission.situation import PrefillConfig, Situation, WaitingBatch
 from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
-from adaserve.scheduler.interface import Draft, IterationPlan, Selection
+from adaserve.scheduler.interface import DraftPlan, IterationPlan, Selection
 from adaserve.scheduler.simulator.forecast_accuracy import close_share, predict_requests
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig
@@ -31,7 +31,7 @@ def iteration(classes, tokens, cycle_s, total_s=0.5, kept=0, decoded=1):
     n = len(classes)
     batch = running(n, slo_class=tuple(classes), context_tokens=0, decoded_tokens=decoded)
     trees = trees_from([[(-1, 0.9)] * kept for _ in range(n)])
-    plan = IterationPlan(0, 0.0, batch, Draft(int(kept > 0)), n * (1 + kept))
+    plan = IterationPlan(0, 0.0, batch, DraftPlan(int(kept > 0)), n * (1 + kept))
     counts = np.full(n, kept)
     selection = Selection(np.ones(n * kept, np.bool_), counts, counts, np.ones(n))
     made = outcome(plan, trees, selection, np.zeros(n * kept, np.bool_))

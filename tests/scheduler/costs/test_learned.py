@@ -23,7 +23,7 @@ from adaserve.scheduler.costs.latency import (
 )
 from adaserve.scheduler.costs.learned import FirstStep, LearnedCosts, LearnedForward, known_sizes
 from adaserve.scheduler.costs.learned_table import PATIENCE_S, LearnedCostTable
-from adaserve.scheduler.interface import CandidateTrees, Context, Draft, IterationOutcome
+from adaserve.scheduler.interface import CandidateTrees, Context, DraftPlan, IterationOutcome
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig
@@ -311,7 +311,9 @@ START = LatencyModel(ForwardCost(2e-4, per_token_s=1e-5), STEPPED, 1e-3)
 def served(n: int, depth: int, width: int, **times: float) -> IterationOutcome:
     """An iteration that verified everything it drafted."""
     policy = build_policy("none", PolicyConfig(latency=START))
-    plan = replace(policy.plan(running(n), 1.0), draft=Draft(depth, width), budget=n * (1 + depth * width))
+    plan = replace(
+        policy.plan(running(n), 1.0), draft=DraftPlan(depth, width), budget=n * (1 + depth * width)
+    )
     trees = beam_trees(n, depth, width) if depth else CandidateTrees.empty(n)
     selection = policy.select(plan, trees)
     cost = START.verify_s(float(selection.verify_tokens), Context(512.0))
