@@ -17,17 +17,17 @@ from adaserve.engine.decisions import Decisions
 from adaserve.engine.device import Device, Mark, Run
 from adaserve.engine.dry_run import dry_run
 from adaserve.engine.grammar import Allowed, Grammars
-from adaserve.engine.iteration import Iteration, Marks
+from adaserve.engine.iteration import Iteration, Marks, QueuedDraft
 from adaserve.engine.kv_compaction import KVCompactor
 from adaserve.engine.learning.learner import Learner
 from adaserve.engine.learning.tap import Tap
 from adaserve.engine.logits import logprobs
 from adaserve.engine.penalties import Penalties
-from adaserve.engine.queued_ahead import DraftAhead, TakenDraft
+from adaserve.engine.queued_ahead import DraftAhead
 from adaserve.engine.request_state import BatchRequests, DecodeRows, RequestState
 from adaserve.engine.requests import Requests, rows_of_pool
 from adaserve.engine.roots import RootTokens
-from adaserve.engine.sources.source import PendingProposal, TreeSource
+from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.time_breakdown import TimeBreakdown
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import UnreadNodes
@@ -104,14 +104,12 @@ class DecodeLoop:
             self.learner.look(states, time.perf_counter())
         policy, ahead = self.decisions.policy, self._take_ahead(states)
         start_s, start = time.perf_counter(), self.device.mark()
-        rows, offers = self._offered(self._rows(batch, pool_rows, asked, ahead))
-        if drawn is not None:
-            rows = replace(rows, running=replace(rows.running, underway=NO_DRAFT))
-        plan = self._plan(rows, offers, settings, start_s)
-        drafts = self._draft(plan, rows) if ahead is None else [ahead.pending]
-        drafted = self.device.mark()
-        draft_runs = self._take_runs() if ahead is None else ahead.runs
-        choice = self._choose(plan, rows, drafts, offers)
+        rows = self._rows(batch, pool_rows, asked)
+        offers = self._offers(rows)
+        underway = NO_DRAFT if drawn is not None else None if ahead is None else ahead.plan
+        plan = self._plan(rows, offers, settings, underway, start_s)
+        draft = self._draft(plan, rows, start) if ahead is None else ahead
+        choice = self._choose(plan, rows, draft, offers)
         verified = verify.build(rows, choice.proposal, choice.selection)
         recorded = self.tap.rows(rows)
         tensors, draws, logits = self._verify(batch, rows, settings, verified, choice, drawn, recorded)
@@ -122,12 +120,9 @@ class DecodeLoop:
         result = self._result(batch, verified, acceptance, tensors, draws, logits)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        caught_up = tuple(d.caught_up for d in drafts if d.caught_up is not None)
-        first_level = drafts[0].first_level if len(drafts) == 1 else None
-        spans = (start, drafted, drafted) if ahead is None else (*ahead.span, start)
         runs = self._take_runs()
         verifying = runs[0][0][0]  # where the target's forward begins; a mark of its own would cost time
-        marks = Marks(*spans, verifying, self.device.mark(), caught_up, first_level)
+        marks = Marks(draft.span[1] if ahead is None else start, verifying, self.device.mark())
         result_copies.allow_behind(result, marks.accepted)
         outcome = self.device.get(
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted, **tapped
@@ -137,9 +132,9 @@ class DecodeLoop:
         if drawn is not None:
             self.settle()
             verified.tokens[:] = rows.roots
-        runs = [before + now for before, now in zip(draft_runs, runs, strict=True)]
+        runs = [before + now for before, now in zip(draft.runs, runs, strict=True)]
         self._arriving = self._unobserved = self._last = Iteration(
-            rows, policy, plan, drafts, offers, choice.proposal, choice.selection, verified, start_s, behind,
+            rows, policy, plan, draft, offers, choice.proposal, choice.selection, verified, start_s, behind,
             marks, runs, outcome, recorded, choice.unread is not None,
         )  # fmt: skip
         if self.overlaps:
@@ -148,34 +143,36 @@ class DecodeLoop:
             self.settle()
         return result
 
-    def _rows(
-        self, batch: Any, pool_rows: np.ndarray, asked: BatchRequests, ahead: TakenDraft | None
-    ) -> DecodeRows:
+    def _rows(self, batch: Any, pool_rows: np.ndarray, asked: BatchRequests) -> DecodeRows:
         states, info = asked.states, batch.sampling_info
         generated = np.array([len(s.generated) for s in states], np.int64)
         cached = asked.prompt_tokens + generated - 1  # all but the last one
         running = asked.running(generated, cached, self.deepest, self.lengths)
-        if ahead is not None:
-            running = replace(running, underway=ahead.draft)
         grammars = Grammars.of(batch.reqs, info) if asked.with_grammar else None
         return DecodeRows(states, cached, pool_rows, running, info.sampling_seed is None, grammars)
 
-    def _offered(self, rows: DecodeRows) -> tuple[DecodeRows, list[Proposal]]:
-        """The candidates that sources propose without a forward; the policy learns of them before it
-        plans."""
+    def _offers(self, rows: DecodeRows) -> list[Proposal]:
+        """The candidates that sources propose without a forward."""
         if not self.decisions.speculates:
-            return rows, []
-        offers = [offer for source in self.sources if (offer := source.offer(rows)) is not None]
-        if not offers:
-            return rows, []
-        trees = merge(offers, len(rows)).trees
-        return replace(rows, running=replace(rows.running, offered=trees)), offers
+            return []
+        return [offer for source in self.sources if (offer := source.offer(rows)) is not None]
 
     def _plan(
-        self, rows: DecodeRows, offers: Sequence[Proposal], settings: sampling.Settings, now_s: float
+        self,
+        rows: DecodeRows,
+        offers: Sequence[Proposal],
+        settings: sampling.Settings,
+        underway: DraftPlan | None,
+        now_s: float,
     ) -> IterationPlan:
-        may_go_unread = self._may_go_unread(rows, offers, settings)
-        return self.decisions.plan(replace(rows.running, may_go_unread=may_go_unread), now_s)
+        """The policy's plan. It knows what there is already: offered candidates, and a draft underway."""
+        running = replace(
+            rows.running,
+            offered=merge(offers, len(rows)).trees if offers else None,
+            underway=underway,
+            may_go_unread=self._may_go_unread(rows, offers, settings),
+        )
+        return self.decisions.plan(running, now_s)
 
     def _may_go_unread(
         self, rows: DecodeRows, offers: Sequence[Proposal], settings: sampling.Settings
@@ -185,28 +182,30 @@ class DecodeLoop:
         joined = offers or rows.grammars is not None or len(self.device.drafters) > 1
         return not (joined or settings.penalized.any()) and self.device.target.follows
 
-    def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[PendingProposal]:
-        """The drafts that the sources have queued."""
-        if not plan.draft.depth:
-            return []
-        keep = self.decisions.policy.keep_drafting if self.device.stops_early else None
-        proposed = [source.propose(plan, rows, keep) for source in self.sources]
-        return [pending for pending in proposed if pending is not None]
+    def _draft(self, plan: IterationPlan, rows: DecodeRows, start: Mark) -> QueuedDraft:
+        """What the sources have queued for a plan. ``start``: of the iteration."""
+        pending = []
+        if plan.draft.depth:
+            keep = self.decisions.policy.keep_drafting if self.device.stops_early else None
+            proposed = [source.propose(plan, rows, keep) for source in self.sources]
+            pending = [proposal for proposal in proposed if proposal is not None]
+        return QueuedDraft(plan.draft, pending, (start, self.device.mark()), self._take_runs())
 
     def _choose(
         self,
         plan: IterationPlan,
         rows: DecodeRows,
-        drafts: Sequence[PendingProposal],
+        draft: QueuedDraft,
         offers: Sequence[Proposal],
     ) -> Choice:
-        """Chooses what is verified. Waits for the drafts, unless all of their nodes are verified, or none can
+        """Chooses what is verified. Waits for the draft, unless all of its nodes are verified, or none can
         be."""
-        if plan.takes_all and len(drafts) == 1 and drafts[0].unread is not None:
-            unread = drafts[0].unread()
+        pending = draft.pending
+        if plan.takes_all and len(pending) == 1 and pending[0].unread is not None:
+            unread = pending[0].unread()
             return Choice(unread.outline, everything(unread.outline.trees, plan.cap), unread=unread)
         self._observe()  # the last iteration, if that is known, while the device drafts
-        awaited = drafts if plan.cap is None or plan.cap.any() else []
+        awaited = pending if plan.cap is None or plan.cap.any() else []
         if awaited:
             dry_run(self.device, self.decisions.policy, plan, self._last)
         proposal, allowed = merge([*(d.read() for d in awaited), *offers], len(rows)), None
@@ -228,7 +227,7 @@ class DecodeLoop:
             if ahead is not None:
                 self._ahead = DraftAhead(ahead, rows.states, iteration.marks.accepted, self._take_runs())
 
-    def _take_ahead(self, states: Sequence[RequestState]) -> TakenDraft | None:
+    def _take_ahead(self, states: Sequence[RequestState]) -> QueuedDraft | None:
         ahead, self._ahead = self._ahead, None
         return ahead.take(states) if ahead is not None and self.decisions.speculates else None
 
@@ -359,7 +358,7 @@ class DecodeLoop:
 
     def _read(self, iteration: Iteration) -> Iteration:
         """The iteration with its candidates. The policy is asked for a selection as if it were needed."""
-        proposal = iteration.drafts[0].read()
+        proposal = iteration.draft.pending[0].read()
         selection = self.decisions.take_all(iteration.policy, iteration.plan, proposal.trees)
         verified = verify.build(iteration.rows, proposal, selection)
         return replace(iteration, proposal=proposal, selection=selection, verified=verified, unread=False)

@@ -37,7 +37,7 @@ def _steps(
     # A copy, of which nothing is worked out yet, as of candidates that have just been read.
     like = replace(last.proposal.trees) if is_same else None
     return (
-        lambda: merge([*(draft.read() for draft in last.drafts), *last.offers], len(last.rows)),
+        lambda: merge([*(draft.read() for draft in last.draft.pending), *last.offers], len(last.rows)),
         partial(policy.prepare, plan, like),
         partial(verify.build, last.rows, last.proposal, last.selection),
         partial(device.target.fill, last.verified.batch),

@@ -17,6 +17,7 @@ from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.scheduler.interface import (
     MODEL,
     SECOND_MODEL,
+    DraftPlan,
     IterationOutcome,
     IterationPlan,
     Policy,
@@ -26,16 +27,32 @@ from adaserve.slo.events import IterationSample
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """Where an iteration's steps begin and end in the device's queue."""
+class QueuedDraft:
+    """The draft of an iteration, on its way: made for its plan, or queued ahead of it."""
 
-    start: Mark
-    drafted: Mark
-    resumed: Mark  # the same, unless it was drafted ahead: prompts may have been read meanwhile
+    plan: DraftPlan
+    pending: Sequence[PendingProposal]  # of the sources that draft
+    span: Run  # from its start to its end in the device's queue
+    runs: list[list[Run]]  # its forwards, of the target and of each draft model
+
+    @property
+    def caught_up(self) -> list[Run]:
+        """When sources took in what they had missed, inside of ``span``."""
+        return [proposal.caught_up for proposal in self.pending if proposal.caught_up is not None]
+
+    @property
+    def first_level(self) -> Mark | None:
+        """When the first of several levels was there, if a single source was asked."""
+        return self.pending[0].first_level if len(self.pending) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Where an iteration's steps behind its draft begin and end in the device's queue."""
+
+    resumed: Mark  # the draft's end, unless it was queued ahead: prompts may have been read meanwhile
     verifying: Mark  # the target's forward begins
     accepted: Mark
-    caught_up: tuple[Run, ...]  # when sources took in what they had missed, inside of drafting
-    first_level: Mark | None = None  # of a draft with several, where a single source was asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +63,7 @@ class Iteration:
     rows: DecodeRows
     policy: Policy  # that planned it
     plan: IterationPlan
-    drafts: Sequence[PendingProposal]  # that the proposal was read from, and what was merged with them
+    draft: QueuedDraft  # that the proposal was read from, and what was merged with it
     offers: Sequence[Proposal]
     proposal: Proposal
     selection: Selection
@@ -77,11 +94,12 @@ class Iteration:
         """What the policy learns; ``last_end_s`` is 0 before the first iteration. ``prefilled``: whether
         there was a prefill since then."""
         marks, trees, verified = self.marks, self.proposal.trees, self.verified
-        catch_up_s = sum(start.seconds_until(end) for start, end in marks.caught_up)
-        drafted_s = marks.start.seconds_until(marks.drafted)
-        since, since_s = (marks.start, self.start_s) if self.behind is None else (self.behind, last_end_s)
+        start, drafted = self.draft.span
+        catch_up_s = sum(begin.seconds_until(end) for begin, end in self.draft.caught_up)
+        drafted_s = start.seconds_until(drafted)
+        since, since_s = (start, self.start_s) if self.behind is None else (self.behind, last_end_s)
         end_s = since_s + since.seconds_until(marks.accepted)
-        first = marks.first_level
+        first = self.draft.first_level
         accepted = np.zeros(trees.n_nodes, np.bool_)
         accepted[verified.node] = self.accepted()[~verified.is_root]
         return IterationOutcome(
@@ -97,7 +115,7 @@ class Iteration:
             total_s=drafted_s + marks.resumed.seconds_until(marks.accepted),
             since_last_s=end_s - last_end_s if last_end_s else 0.0,
             prefilled=prefilled,
-            first_level_s=None if first is None else marks.start.seconds_until(first) - catch_up_s,
+            first_level_s=None if first is None else start.seconds_until(first) - catch_up_s,
         )
 
 

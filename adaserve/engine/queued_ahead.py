@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adaserve.engine.device import Mark, Run
+from adaserve.engine.iteration import QueuedDraft
 from adaserve.engine.request_state import RequestState
-from adaserve.engine.sources.source import PendingProposal, ProposalAhead
-from adaserve.scheduler.interface import DraftPlan
+from adaserve.engine.sources.source import ProposalAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class DraftAhead:
         """From the end of that iteration to the draft's."""
         return self.behind.seconds_until(self.proposed.span[1])
 
-    def take(self, states: Sequence[RequestState]) -> TakenDraft | None:
+    def take(self, states: Sequence[RequestState]) -> QueuedDraft | None:
         """The part for the iteration of ``states``; None if that part has fewer requests than have joined
         since, which would have to do without a draft."""
         rows, mine = self.proposed.among(states)
@@ -40,15 +40,5 @@ class DraftAhead:
         if len(rows) < max(1, joined):
             return None
         n = len(states)
-        draft, pending = self.proposed.for_rows(rows, mine, n), self.proposed.take(rows, mine, n)
-        return TakenDraft(draft, pending, self.proposed.span, self.runs)
-
-
-@dataclass(frozen=True, slots=True)
-class TakenDraft:
-    """Such a draft as that of an iteration which has begun."""
-
-    draft: DraftPlan  # for its requests, which its plan takes as it is
-    pending: PendingProposal
-    span: Run  # from the draft's start to its end in the device's queue
-    runs: list[list[Run]]
+        plan, pending = self.proposed.for_rows(rows, mine, n), self.proposed.take(rows, mine, n)
+        return QueuedDraft(plan, [pending], self.proposed.span, self.runs)

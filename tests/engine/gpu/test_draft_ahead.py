@@ -146,7 +146,7 @@ def test_it_is_dropped_where_more_have_come_than_go_on() -> None:
     new = [dataclasses.replace(known[0], rid=rid) for rid in ("new", "newer")]
     for states, drafted in ((known, 3), (known[:1], 1), ([*known[:2], *new], 2)):
         taken = ahead.take(states)
-        assert taken is not None and taken.draft.count(len(states)) == drafted
+        assert taken is not None and taken.plan.count(len(states)) == drafted
     for states in ([*known[:1], *new], new, []):
         assert ahead.take(states) is None
 

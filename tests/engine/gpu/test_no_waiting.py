@@ -197,16 +197,15 @@ def test_marks_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "mark", lambda device: marks.append(HostMark()) or marks[-1])
     run.step()
     assert run.loop._arriving is not None
-    noted = run.loop._arriving.marks
-    assert not noted.caught_up and noted.resumed is noted.drafted and run.loop._ahead is not None
+    noted, draft = run.loop._arriving.marks, run.loop._arriving.draft
+    assert not draft.caught_up and noted.resumed is draft.span[1] and run.loop._ahead is not None
     next_one = run.loop._ahead.proposed.span
-    mine = [noted.start, noted.drafted, noted.accepted]
-    assert marks == [*mine, *next_one]
+    assert marks == [*draft.span, noted.accepted, *next_one]
     marks.clear()
     run.step()
-    noted = run.loop._arriving.marks
-    assert (noted.start, noted.drafted) == next_one, "its draft was there before"
-    assert marks[0] == noted.resumed and marks[2] == noted.accepted
+    noted, draft = run.loop._arriving.marks, run.loop._arriving.draft
+    assert draft.span == next_one, "its draft was there before"
+    assert marks[:2] == [noted.resumed, noted.accepted]
     assert noted.resumed.seconds_until(noted.verifying) > 0 < noted.verifying.seconds_until(noted.accepted)
 
 
