@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.checked import shown
-from adaserve.host.files import write_atomically
+from adaserve.host.files import write_json
 from adaserve.scheduler.costs.latency import SCHEMA_VERSION, ProfileError, overhead_of
 from adaserve.scheduler.interface import FloatArray
 
@@ -45,7 +45,7 @@ class Profile:
             "overhead_s": self.overhead_s,
         }
         # A server that starts meanwhile reads the earlier one or this one, and a full disk costs neither.
-        write_atomically(path, (json.dumps(body, indent=1) + "\n").encode())
+        write_json(path, body)
 
 
 def _points_out(points: FloatArray, axis: str) -> list[dict[str, float]]:

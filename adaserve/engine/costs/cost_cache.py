@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from adaserve.engine.cpu.build import load_kernels
 from adaserve.host.cache import cache_folder
 from adaserve.host.cores import usable_cores
 from adaserve.host.description import cpu_name
+from adaserve.host.files import write_json
 from adaserve.scheduler.costs.fit import fit_latency, fit_table
 from adaserve.scheduler.costs.latency import LatencyModel, ProfileError
 from adaserve.scheduler.costs.profile import Profile, load_profile
@@ -149,19 +149,11 @@ def start_model(
 
 
 def save_learned(meta: dict[str, str], model: LatencyModel) -> None:
-    """Keeps what was learned for the next start."""
+    """Keeps what was learned for the next start. A server that starts meanwhile reads the old costs or the
+    new ones. Raises OSError."""
     path = learned_path(meta)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**meta, "latency": model.to_json()}, indent=1) + "\n"
-    # Not named after the process: servers in two containers have the same number, and perhaps the same cache.
-    file, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
-    try:
-        with open(file, "w", encoding="utf-8") as part:
-            os.fchmod(file, 0o644)
-            part.write(text)
-        os.replace(name, path)  # at once: a server that starts now reads the old costs or the new ones
-    finally:
-        Path(name).unlink(missing_ok=True)  # where the disk is full
+    write_json(path, {**meta, "latency": model.to_json()})
 
 
 def load_learned(path: Path) -> LatencyModel | None:
