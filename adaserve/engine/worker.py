@@ -24,7 +24,8 @@ from adaserve.engine.admission.forecaster import Forecaster
 from adaserve.engine.admission.prefill import PrefillPacer
 from adaserve.engine.admission.shedding import Shedder
 from adaserve.engine.costs import cost_cache, measure
-from adaserve.engine.costs.cost_monitor import BASELINE_CONTEXT, CostMonitor
+from adaserve.engine.costs.baseline import Baseline
+from adaserve.engine.costs.cost_monitor import CostMonitor
 from adaserve.engine.decisions import Decisions
 from adaserve.engine.decode import DecodeLoop, Publish
 from adaserve.engine.device import Device
@@ -100,8 +101,8 @@ class AdaServeWorker(BaseSpecWorker):
         windows = config.has_self or (bool(models) and all(m.kind == "model" for m in models))
         self.policies = ServedPolicies(config, self._costs, device, windows)
         self.ledger = self._make_ledger(speaks=decides)
-        follow = config.baseline_ms is None
-        self._cost_monitor = CostMonitor(self._costs, self.ledger, meta, saves=decides, follow=follow)
+        self._baseline = Baseline(self._costs, self.ledger, fixed=config.baseline_ms is not None)
+        self._cost_monitor = CostMonitor(self._costs, self._baseline, meta, saves=decides)
         self.prefill = PrefillPacer(
             config,
             self._costs,
@@ -158,8 +159,7 @@ class AdaServeWorker(BaseSpecWorker):
         """``speaks``: whether this rank counts requests. Tensor-parallel ranks see the same requests, and
         Prometheus adds up the counts of all processes."""
         baseline_ms = self.config.baseline_ms
-        measured_s = self._costs.baseline_s(BASELINE_CONTEXT)
-        baseline_s = measured_s if baseline_ms is None else baseline_ms / 1e3
+        baseline_s = self._costs.baseline_s() if baseline_ms is None else baseline_ms / 1e3
         told = speaks and get_observability().enable_metrics
         metrics = ServerMetrics(get_serving().served_model_name) if told else None
         path = self.config.record_requests if speaks else None
@@ -256,7 +256,7 @@ class AdaServeWorker(BaseSpecWorker):
 
     def fix_baseline(self, baseline_s: float) -> None:
         """As the setting ``baseline_ms`` does, from now on."""
-        self._cost_monitor.fix_baseline(baseline_s)
+        self._baseline.fix(baseline_s)
 
     def number_requests(self, number: int) -> None:
         """Gives the next request to be prefilled this number, and so the noise of the request that had it

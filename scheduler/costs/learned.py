@@ -39,6 +39,10 @@ LITTLE = 0.25
 the cost of sizes, and whether the host is busy. Above that, it teaches the cost of reading."""
 
 
+BASELINE_CONTEXT = Context(256.0)
+"""What the lone request has cached whose plain decoding defines the baseline."""
+
+
 class LearnedForward:
     """One kind of forward: its time by size, and the time to read the KV cache."""
 
@@ -200,10 +204,9 @@ class LearnedCosts(Latency):
         is taken as 0."""
         return self._select_wait.value
 
-    def baseline_s(self, context: float) -> float:
-        """Seconds per token of a lone request without speculation on a quiet host, with ``context`` cached
-        tokens."""
-        return self.verify.quiet_s(1, Context(context)) + self._other_alone.value
+    def baseline_s(self) -> float:
+        """Seconds per token of a lone request without speculation on a quiet host."""
+        return self.verify.quiet_s(1, BASELINE_CONTEXT) + self._other_alone.value
 
     def learned(self) -> LatencyModel | None:
         """What is known about the quiet host, as a start for the next run; None while nothing is known."""

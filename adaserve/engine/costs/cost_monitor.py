@@ -1,20 +1,17 @@
-"""The server's part of learned costs: what depends on them, and how they are kept for the next start."""
+"""The server's part of learned costs: whether the host is busy, and what is kept for the next start."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
+from adaserve.engine.costs.baseline import Baseline
 from adaserve.engine.costs.cost_cache import BUSY_SHARE, save_learned
 from adaserve.engine.costs.other_processes import OtherProcesses
 from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.costs.learned_table import PATIENCE_S
-from adaserve.slo.ledger import SLOLedger
 
 logger = logging.getLogger(__name__)
-
-BASELINE_CONTEXT = 256
-"""Cached tokens of the lone request whose plain decoding defines the baseline latency."""
 
 BUSY, CALM = 1.5, 1.2
 """The host counts as busy above the first slowdown, until ``CALM_LOOKS`` looks in a row find less than the
@@ -33,25 +30,14 @@ KNOWN_S = 10.0
 FIRST_LOOK = 64
 """Iterations before learned costs are trusted."""
 
-MOVED = 0.05
-"""The baseline follows when it has moved by more than this."""
-
-ALONE = 24
-"""Iterations of a lone request, one after the other, after which the baseline may rise."""
-
 
 class CostMonitor:
-    """Watches what ``costs`` learn: moves the baseline, says when the host is busy, saves the table."""
+    """Watches what ``costs`` learn: says when the host is busy, lets the baseline follow, saves the table."""
 
-    def __init__(
-        self, costs: LearnedCosts, ledger: SLOLedger, meta: dict[str, str], *, saves: bool, follow: bool
-    ) -> None:
-        """``meta``: what the costs are valid for. ``saves``: this rank keeps them for the next start.
-        ``follow``: the ledger's baseline does, unless a user has fixed it."""
-        self._costs, self._ledger, self._meta = costs, ledger, meta
-        self._saves, self._follow = saves, follow
-        self._started_ms = ledger.baseline_s * 1e3
-        self._iterations = self._alone = 0
+    def __init__(self, costs: LearnedCosts, baseline: Baseline, meta: dict[str, str], *, saves: bool) -> None:
+        """``meta``: what the costs are valid for. ``saves``: this rank keeps them for the next start."""
+        self._costs, self._baseline, self._meta, self._saves = costs, baseline, meta, saves
+        self._iterations = 0
         self._looked_s = self._saved_s = 0.0
         self._others, self._others_share = OtherProcesses(), 0.0
         self._busy, self._calm_looks, self._shared_looks = False, 0, 0
@@ -59,22 +45,17 @@ class CostMonitor:
     def observed(self, now_s: float, requests: int) -> None:
         """Call after every iteration that the policy has observed; ``requests`` ran in it."""
         self._iterations += 1
-        self._alone = self._alone + 1 if requests == 1 else 0
+        self._baseline.observed(requests)
         if now_s < self._looked_s + LOOK_EVERY_S:
             return
         self._looked_s = now_s
         self._look_at_host()
         if self._iterations < FIRST_LOOK:
             return
-        if self._follow:
-            self._set_baseline()
+        self._baseline.follow(self._quiet)
         if self._saves and now_s > self._saved_s + SAVE_EVERY_S and self._quiet:
             self._saved_s = now_s
             self._save()
-
-    def fix_baseline(self, baseline_s: float) -> None:
-        """The ledger's baseline is this one from now on, whatever is learned."""
-        self._follow, self._ledger.baseline_s = False, baseline_s
 
     def _save(self) -> None:
         if (learned := self._costs.learned()) is None:
@@ -113,29 +94,7 @@ class CostMonitor:
     def notes(self, now_s: float) -> list[str]:
         """Sentences about the present state for people who look at the server."""
         is_slow = self._busy and not self._calm_looks and now_s < self._looked_s + KNOWN_S
-        notes = [self._busy_note()] if is_slow else []
-        now_ms = self._ledger.baseline_s * 1e3
-        if self._follow and abs(now_ms / self._started_ms - 1) > MOVED:
-            notes.append(
-                f"the baseline is {now_ms:.1f} ms per token, learned from what was served; "
-                f"it was {self._started_ms:.1f} ms at the start"
-            )
-        return notes
-
-    def _set_baseline(self) -> None:
-        """Under load, or on a busy host, it may fall, since a forward never takes less than it has to. But it
-        does not rise: many requests are slow because they are many, and that must not loosen SLOs."""
-        old_s, new_s = self._ledger.baseline_s, self._costs.baseline_s(BASELINE_CONTEXT)
-        if new_s > old_s and (not self._quiet or self._alone < ALONE):
-            return
-        if abs(new_s / old_s - 1) > MOVED:
-            self._ledger.baseline_s = new_s
-            logger.info(
-                "AdaServe: baseline %.1f ms per token instead of %.1f, learned from what was served; "
-                "SLOs that are multiples of it follow",
-                new_s * 1e3,
-                old_s * 1e3,
-            )
+        return [*([self._busy_note()] if is_slow else []), *self._baseline.notes()]
 
     def report(self, now_s: float) -> dict[str, Any]:
         """For ``/server_info`` and the live page; JSON values. All but the notes is as of the last look."""
@@ -143,7 +102,6 @@ class CostMonitor:
             "busy": self._busy,
             "slowdown": self._costs.slowdown,
             "others_share": self._others_share,
-            "baseline_start_ms": self._started_ms,
-            "baseline_fixed": not self._follow,
+            **self._baseline.report(),
             "notes": self.notes(now_s),
         }

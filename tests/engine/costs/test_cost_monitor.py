@@ -18,14 +18,8 @@ import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.costs import cost_cache, other_processes
-from adaserve.engine.costs.cost_monitor import (
-    BASELINE_CONTEXT,
-    FIRST_LOOK,
-    KNOWN_S,
-    LOOK_EVERY_S,
-    SHARED_LOOKS,
-    CostMonitor,
-)
+from adaserve.engine.costs.baseline import Baseline
+from adaserve.engine.costs.cost_monitor import FIRST_LOOK, KNOWN_S, LOOK_EVERY_S, SHARED_LOOKS, CostMonitor
 from adaserve.engine.costs.measure import Grid
 from adaserve.engine.costs.other_processes import OtherProcesses
 from adaserve.host import cpu_times
@@ -73,12 +67,13 @@ class Server:
     """The part of a worker that is tested, with a clock of its own."""
 
     def __init__(
-        self, model: LatencyModel, follow: bool = True, saves: bool = True, others: float = 0.0, **meta: str
+        self, model: LatencyModel, fixed: bool = False, saves: bool = True, others: float = 0.0, **meta: str
     ) -> None:
         """``others``: share of the processors that other processes use."""
         self.costs = LearnedCosts(model)
-        self.ledger = SLOLedger(self.costs.baseline_s(BASELINE_CONTEXT), SLOStats(SLOConfig(), None))
-        self.host = CostMonitor(self.costs, self.ledger, META | meta, saves=saves, follow=follow)
+        self.ledger = SLOLedger(self.costs.baseline_s(), SLOStats(SLOConfig(), None))
+        self.baseline = Baseline(self.costs, self.ledger, fixed)
+        self.host = CostMonitor(self.costs, self.baseline, META | meta, saves=saves)
         self.host._others = SimpleNamespace(share=lambda: others)
         self.now_s = 100.0
 
@@ -271,7 +266,7 @@ def test_the_baseline_does_not_rise_with_the_load() -> None:
     server.serve(200)
     before = server.ledger.baseline_s
     server.serve(6000, times=1.25, sizes=(16, 20, 24), requests=16)
-    assert server.costs.baseline_s(BASELINE_CONTEXT) > 1.05 * before, "what it is worked out from did rise"
+    assert server.costs.baseline_s() > 1.05 * before, "what it is worked out from did rise"
     assert server.ledger.baseline_s == before
     server.serve(400, times=1.25)
     assert server.ledger.baseline_s == pytest.approx(0.0135, rel=0.05), "a lone request takes longer, too"
@@ -282,7 +277,8 @@ def test_the_baseline_does_not_rise_while_the_host_is_busy() -> None:
     server = Server(QUIET, saves=False)
     server.serve(200)
     before = server.ledger.baseline_s
-    server.host._costs = costs = SimpleNamespace(slowdown=1.0, baseline_s=lambda _: 1.5 * before)
+    costs = SimpleNamespace(slowdown=1.0, baseline_s=lambda: 1.5 * before)
+    server.host._costs = server.baseline._costs = costs
     for costs.slowdown, expected in ((3.0, before), (1.0, 1.5 * before)):
         for _ in range(20):
             server.now_s += LOOK_EVERY_S
@@ -314,7 +310,7 @@ def test_a_server_that_met_load_alone_leaves_the_baseline_to_the_next() -> None:
 
 
 def test_a_fixed_baseline_stays() -> None:
-    server = Server(slower(5.0), follow=False)
+    server = Server(slower(5.0), fixed=True)
     before = server.ledger.baseline_s
     server.serve(400)
     assert server.ledger.baseline_s == before and server.report()["baseline_fixed"]
@@ -323,7 +319,7 @@ def test_a_fixed_baseline_stays() -> None:
 def test_a_baseline_that_is_fixed_while_it_serves_stays() -> None:
     server = Server(slower(5.0))
     server.serve(100)
-    server.host.fix_baseline(0.02)
+    server.baseline.fix(0.02)
     server.serve(400)
     assert server.ledger.baseline_s == 0.02 and server.report()["baseline_fixed"]
     assert not [note for note in server.report()["notes"] if "the baseline is" in note]

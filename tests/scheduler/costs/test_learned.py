@@ -328,9 +328,7 @@ class TestCosts:
             pause = 5.0 if rng.random() < 0.3 else 0.0
             costs.observe(replace(one, since_last_s=one.verify_s + 1e-4 + 2.5e-3 + pause), Context(512.0))
         assert costs.other_s() == pytest.approx(2.5e-3, rel=0.01)
-        assert costs.baseline_s(256.0) == pytest.approx(
-            START.verify_s(1.0, Context(256.0)) + 2.5e-3, rel=0.02
-        )
+        assert costs.baseline_s() == pytest.approx(START.verify_s(1.0, Context(256.0)) + 2.5e-3, rel=0.02)
 
     def test_the_baseline_is_that_of_a_lone_request(self):
         """What is around an iteration grows with the requests whose answers it sends."""
@@ -339,7 +337,7 @@ class TestCosts:
             one = served(n, 0, 1, draft_s=1e-4)
             costs.observe(replace(one, since_last_s=one.verify_s + 1e-4 + n * 1e-3), Context(512.0))
         assert costs.other_s() == pytest.approx(16e-3, rel=0.01)
-        around_s = costs.baseline_s(256.0) - START.verify_s(1.0, Context(256.0))
+        around_s = costs.baseline_s() - START.verify_s(1.0, Context(256.0))
         assert around_s == pytest.approx(1e-3, rel=0.05)
 
     def test_prefills_are_no_part_of_the_baseline(self):
@@ -355,7 +353,7 @@ class TestCosts:
         costs = LearnedCosts(START)
         for _ in range(40):
             costs.observe(served(1, 0, 1), Context(512.0))
-        quiet = costs.baseline_s(256.0)
+        quiet = costs.baseline_s()
         for _ in range(60):
             slow = served(1, 0, 1)
             costs.observe(replace(slow, verify_s=6 * slow.verify_s), Context(512.0))
@@ -363,7 +361,7 @@ class TestCosts:
         assert costs.verify_s(1.0, Context(512.0)) == pytest.approx(
             6 * START.verify_s(1.0, Context(512.0)), rel=0.1
         )
-        assert costs.baseline_s(256.0) == pytest.approx(quiet, rel=0.01)
+        assert costs.baseline_s() == pytest.approx(quiet, rel=0.01)
 
     def test_what_was_learned_is_a_start_for_the_next_run(self):
         costs, host = LearnedCosts(replace(START, verify=scaled(STEPPED, 4.0))), Host(STEPPED)
