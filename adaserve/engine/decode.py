@@ -131,7 +131,7 @@ class DecodeLoop:
         self._observe()  # unless that was done while drafts were awaited
         if drawn is not None:
             self.settle()
-            verified.tokens[:] = rows.roots
+            verified.tokens[:] = rows.root_tokens
         runs = [before + now for before, now in zip(draft.runs, runs, strict=True)]
         self._arriving = self._unobserved = self._last = Iteration(
             rows, policy, plan, draft, offers, choice.proposal, choice.selection, verified, start_s, behind,

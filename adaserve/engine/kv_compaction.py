@@ -29,7 +29,7 @@ class KVCompactor:
             return
         n = len(verified.root)
         target, sources = self.device.moves(tensors, acceptance, self.req_to_token, n, verified.deepest)
-        pools = [self.pools[0], *(self.pools[1 + number] for number in verified.drafted)]
+        pools = [self.pools[0], *(self.pools[1 + number] for number in verified.made_by)]
         for pool, source in zip(pools, sources, strict=True):
             self.device.move(pool, target, source)
         if self.device.target_states is not None:

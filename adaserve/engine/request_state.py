@@ -70,7 +70,7 @@ class DecodeRows:
         return len(self.states)
 
     @property
-    def roots(self) -> np.ndarray:
+    def root_tokens(self) -> np.ndarray:
         """int64 [n]: the token every tree hangs from, the last one that is known and not cached."""
         return np.array([s.generated[-1] for s in self.states], np.int64)
 

@@ -51,7 +51,7 @@ def tree_batch(children: list[list[int]], repeat: int) -> verify.VerifyBatch:
     tree[2] = row
     batch = TreeBatch(*tree[:1], *places, rows, np.full(repeat, size), np.full(repeat, size))
     nodes = np.arange(repeat * (size - 1))
-    return verify.VerifyBatch(batch, tree, row, rows * size, nodes, drafted={}, places=places)
+    return verify.VerifyBatch(batch, tree, row, rows * size, nodes, made_by={}, places=places)
 
 
 def accept(batch: verify.VerifyBatch, draws: torch.Tensor) -> verify.Acceptance:

@@ -63,8 +63,8 @@ class BeamSource(TreeSource):
     ) -> None:
         self.cache, self.sharpening = cache, sharpening
         self._forward: ModelForward = device.drafts[number]
-        self._device, self._max_nodes, self._model = device, max_nodes, model
-        self._number = number if self.keeps_candidates else None
+        self._device, self._max_nodes, self._model, self._number = device, max_nodes, model, number
+        self._kept_by = number if self.keeps_candidates else None
         self._searched: _Searched | None = None
 
     # -- what it reads ------------------------------------------------------------------------
@@ -94,8 +94,8 @@ class BeamSource(TreeSource):
         expanded = 0 if searched is None else searched.ready.read().steps - 1
         path = accepted.nonzero()[0]
         depth, tokens = verified.depth[path].tolist(), verified.tokens[path].tolist()
-        drafted = None if self._number is None else verified.drafted.get(self._number)
-        made = [False] * len(path) if drafted is None else drafted[path].tolist()
+        by_it = verified.made_by.get(self._number)
+        made = [False] * len(path) if by_it is None else by_it[path].tolist()
         starts, pool_rows = [i for i, d in enumerate(depth) if not d], rows.pool_rows.tolist()
         for row, start, end in zip(pool_rows, starts, [*starts[1:], len(path)], strict=True):
             known = 0
@@ -124,12 +124,14 @@ class BeamSource(TreeSource):
         self.cache.find_holes(pool_rows)
         caught_up = self._catch_up(pool_rows)
         gap = self._context_gap(plan.draft, rows.seq_lens, active)
-        first = self.cache.first_batch(search.pool_rows, search.base, rows.roots[active], shape.width, gap)
+        first = self.cache.first_batch(
+            search.pool_rows, search.base, rows.root_tokens[active], shape.width, gap
+        )
         asking = None if keep is None else Asking(keep, plan, active, len(rows))
         ready = once(self._forward.search(first, search, asking))
         self.cache.drafted(pool_rows)
         self._searched = _Searched(frozenset(pool_rows), ready)
-        queued = QueuedSearch(ready, shape, active, np.arange(len(active)), len(rows), self._number)
+        queued = QueuedSearch(ready, shape, active, np.arange(len(active)), len(rows), self._kept_by)
         return queued.pending(caught_up, asking)
 
     def propose_ahead(
@@ -145,7 +147,7 @@ class BeamSource(TreeSource):
         then, cached = plan.then, rows.seq_lens
         if then is None or not then.depth or not self._forward.follows or len(self._device.drafts) > 1:
             return None
-        made = None if self._number is None else verified.drafted.get(self._number)
+        made = verified.made_by.get(self._number)
         if len(verified.node) > (0 if made is None else np.count_nonzero(made)):
             return None
         if self.cache.may_have_holes(rows.pool_rows.tolist()):  # drafted for or not
@@ -173,7 +175,7 @@ class BeamSource(TreeSource):
             taken = pool_rows[mine].tolist()
             self.cache.drafted(taken)
             self._searched = _Searched(frozenset(taken), ready)
-            return QueuedSearch(ready, shape, at, mine, n, self._number).pending()
+            return QueuedSearch(ready, shape, at, mine, n, self._kept_by).pending()
 
         depth = len(shape.beams)
         branching = then.branching and then.branching[:depth]

@@ -77,10 +77,10 @@ def context_gap(draft: DraftPlan, cached: np.ndarray, active: np.ndarray) -> Con
 
 
 def proposal(
-    shape: TreeShape, active: np.ndarray, beams: Beams, n: int, number: int | None = None
+    shape: TreeShape, active: np.ndarray, beams: Beams, n: int, kept_by: int | None = None
 ) -> Proposal:
-    """The candidates of a search over the rows ``active`` of n. ``number``: of the draft model that has their
-    KV."""
+    """The candidates of a search over the rows ``active`` of n. ``kept_by``: number of the draft model that
+    has their KV; None = nobody."""
     nodes = shape.start[beams.steps]
     row_start, depth, column = laid_out(shape, beams.steps, n, active.tobytes())
     trees = CandidateTrees(
@@ -89,9 +89,9 @@ def proposal(
         parent=beams.parents[:, :nodes].ravel(),
         depth=depth,
         logprob=beams.logprobs[:, :nodes].ravel(),
-        source=np.full(len(depth), MODEL << number) if number else None,
+        source=np.full(len(depth), MODEL << kept_by) if kept_by else None,
     )
-    return Proposal(trees, column, shape.width, {} if number is None else {number: column})
+    return Proposal(trees, column, shape.width, {} if kept_by is None else {kept_by: column})
 
 
 def once(ready: Ready) -> Ready:
@@ -108,7 +108,7 @@ class QueuedSearch:
     rows: np.ndarray  # int64 [b]: the requests, rising
     mine: np.ndarray  # int64 [b]: their rows in the search
     n: int  # requests of the iteration
-    number: int | None = None  # as in ``proposal``
+    kept_by: int | None = None  # as in ``proposal``
 
     def pending(self, caught_up: Run | None = None, asking: Asking | None = None) -> PendingProposal:
         return PendingProposal(
@@ -119,7 +119,7 @@ class QueuedSearch:
         )
 
     def _proposal(self, beams: Beams) -> Proposal:
-        return proposal(self.shape, self.rows, beams, self.n, self.number)
+        return proposal(self.shape, self.rows, beams, self.n, self.kept_by)
 
     def _unread(self, found: Tensor) -> Unread:
         of = np.full(self.n, -1, np.int64)

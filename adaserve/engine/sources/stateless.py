@@ -41,7 +41,7 @@ class StatelessSource(TreeSource):
         if shape is None:
             return None
         first = TreeBatch.roots(
-            rows.roots[active],
+            rows.root_tokens[active],
             rows.pool_rows[active],
             rows.seq_lens[active],
             shape.width,

@@ -23,7 +23,7 @@ class Proposal:
     trees: CandidateTrees
     column: np.ndarray  # int64 [m]: window column of each node, 1 or more, unique within its row
     width: int  # columns of the window
-    drafted: Mapping[int, np.ndarray] = field(default_factory=dict)
+    draft_columns: Mapping[int, np.ndarray] = field(default_factory=dict)
     """By number of the draft model, int64 [m]: the column at which its own KV pool has the node; 0 = it did
     not make it."""
 
@@ -65,12 +65,12 @@ def merge(proposals: Sequence[Proposal], n: int) -> Proposal:
         tuple(np.concatenate(values) for values in zip(*lists, strict=True)),
     )
     token, parent, depth, column = made
-    drafted: dict[int, np.ndarray] = {}
+    draft_columns: dict[int, np.ndarray] = {}
     for p, begin, end in zip(some, ends[:-1], ends[1:], strict=True):
-        for model, there in p.drafted.items():
-            drafted.setdefault(model, np.zeros(len(token), np.int64))[place[begin:end]] = there
+        for model, there in p.draft_columns.items():
+            draft_columns.setdefault(model, np.zeros(len(token), np.int64))[place[begin:end]] = there
     joined = CandidateTrees(starts, token, parent, depth, logprob, source)
-    return Proposal(joined, column, 1 + int(column.max()), drafted)
+    return Proposal(joined, column, 1 + int(column.max()), draft_columns)
 
 
 @compiled(INT_TABLE, INTS, several(INTS, INTS, INTS, INTS, FLOATS, INTS))

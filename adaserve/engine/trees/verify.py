@@ -44,10 +44,10 @@ class VerifyBatch:
     row: np.ndarray  # int64 [T]: row of each token
     root: np.ndarray  # int64 [n]: index of each row's root
     node: np.ndarray  # int64 [T - n]: candidate that stands at each non-root token, in token order
-    drafted: Mapping[int, np.ndarray]  # bool [T]: nodes that each draft model made, by its number
+    made_by: Mapping[int, np.ndarray]  # bool [T]: nodes that each draft model made, by its number
     places: np.ndarray
     """int64 [2 + models, T]: where the tokens' KV belongs if they are accepted, which is at their positions;
-    and where it is in the pools of the target and of the models in ``drafted``, there or later. What a pool
+    and where it is in the pools of the target and of the models in ``made_by``, there or later. What a pool
     does not have stands where it would be committed, so that nothing moves."""
 
     def __len__(self) -> int:
@@ -107,15 +107,15 @@ def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyB
         (trees.row_start, trees.token, trees.parent, trees.depth, proposal.column, proposal.width),
         selection.keep,
         counts,
-        (rows.roots, rows.pool_rows, rows.seq_lens),
+        (rows.root_tokens, rows.pool_rows, rows.seq_lens),
     )
-    places, drafted = _with_drafts(proposal, places, rows.seq_lens, row, node, tree[1])
+    places, made_by = _with_drafts(proposal, places, rows.seq_lens, row, node, tree[1])
     width = proposal.width if len(node) else 1
     batch = TreeBatch(
         tree[0], places[0], places[1], rows.pool_rows, counts + 1, rows.seq_lens + width,
         seen if len(node) else None,
     )  # fmt: skip
-    return VerifyBatch(batch, tree, row, root, node, drafted, places)
+    return VerifyBatch(batch, tree, row, root, node, made_by, places)
 
 
 @compiled(several(INTS, INTS, INTS, INTS, INTS, INT), BOOLS, INTS, several(INTS, INTS, INTS))
@@ -164,19 +164,19 @@ def _with_drafts(
     node: np.ndarray,
     depth: np.ndarray,
 ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """``VerifyBatch.places``, whose first two are ``places``, and ``drafted``."""
-    of_models, drafted, is_node = [places], {}, depth > 0
-    for number, there in proposal.drafted.items():
+    """``VerifyBatch.places``, whose first two are ``places``, and ``made_by``."""
+    of_models, made_by, is_node = [places], {}, depth > 0
+    for number, there in proposal.draft_columns.items():
         if there is proposal.column:  # it made every node, so what the target writes it has at the same place
             of_models.append(places[1:])
-            drafted[number] = is_node
+            made_by[number] = is_node
             continue
         held, made, column = places[:1].copy(), is_node.copy(), there[node]
         made[is_node] = column > 0
         held[0, made] = (seq_lens[row[is_node]] + column)[column > 0]
         of_models.append(held)
-        drafted[number] = made
-    return (places if len(of_models) == 1 else np.concatenate(of_models)), drafted
+        made_by[number] = made
+    return (places if len(of_models) == 1 else np.concatenate(of_models)), made_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ def moves(
     t: Tensors, acceptance: Acceptance, req_to_token: Tensor, n: int, deepest: int
 ) -> tuple[Tensor, Tensor]:
     """Slots where committed tokens belong, int64 [n, deepest], and where each pool has the accepted nodes,
-    int64 [1 + models, n, deepest], the target first, then in the order of ``VerifyBatch.drafted``.
+    int64 [1 + models, n, deepest], the target first, then in the order of ``VerifyBatch.made_by``.
 
     A row is a path from the root on, and no node of it was drafted where an earlier one belongs, since
     columns of the window are never smaller than depths. Entries that no node takes move the scratch slot

@@ -64,7 +64,7 @@ class Case:
         self, plan: IterationPlan, drafted: np.ndarray | None = None, nodes: int = 0
     ) -> ProposalAhead | None:
         verified: Any = SimpleNamespace(
-            drafted={} if drafted is None else {0: drafted}, node=np.zeros(nodes, np.int64), deepest=MOST - 1
+            made_by={} if drafted is None else {0: drafted}, node=np.zeros(nodes, np.int64), deepest=MOST - 1
         )
         rows = self.before.rows(self.before.running(temperature=self.temperature))
         return self.source.propose_ahead(plan, rows, verified, self.tensors, self.acceptance)

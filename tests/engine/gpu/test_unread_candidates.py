@@ -76,8 +76,8 @@ def test_it_is_laid_out_as_it_would_have_been(monkeypatch: pytest.MonkeyPatch) -
         guess, known = before.verified, after.verified
         for name in ("row", "root", "node", "depth", "places"):
             assert np.array_equal(getattr(guess, name), getattr(known, name)), name
-        assert guess.drafted.keys() == known.drafted.keys()
-        for of_guess, of_known in zip(guess.drafted.values(), known.drafted.values(), strict=True):
+        assert guess.made_by.keys() == known.made_by.keys()
+        for of_guess, of_known in zip(guess.made_by.values(), known.made_by.values(), strict=True):
             assert np.array_equal(of_guess, of_known)
         assert np.array_equal(before.selection.counts, after.selection.counts)
         assert not np.array_equal(guess.tree, known.tree), "the tokens were not known"

@@ -51,7 +51,7 @@ def test_a_window_that_leaves_nothing_out_proposes_what_the_target_would_say() -
     case, model = case_of([3, 3, 3]), hf_model()
     case.rows = replace(case.rows, noisy=False)  # the likeliest tokens
     proposal = proposed(case, plan_of(case, 3, 1, [64] * ROWS))
-    assert not proposal.drafted, "no draft model has any of it"
+    assert not proposal.draft_columns, "no draft model has any of it"
     for r in range(ROWS):
         text = case.text(r)
         for token in proposal.trees.token[3 * r : 3 * r + 3].tolist():

@@ -55,7 +55,7 @@ def test_a_proposal_says_what_it_means(depth: int, width: int, branching: tuple[
     rows, model = decode_rows([5, 9, 3]), FakeModel()
     proposal = drafted(rows, depth, width, branching)
     trees = proposal.trees
-    for row, root in enumerate(rows.roots):
+    for row, root in enumerate(rows.root_tokens):
         found, start = paths(trees, row), trees.row_start[row]
         assert len(set(found)) == len(found), "a path is there twice"
         columns = proposal.column[start : start + len(found)]
@@ -233,18 +233,18 @@ def test_each_pool_moves_what_it_holds(seed: int) -> None:
     proposals = [random_proposal(rng, 3, 4, 1 << k, k if k < 2 else None) for k in range(3)]
     merged = merge(proposals, 3)
     if merged.trees.n_nodes:
-        assert merged.drafted.keys() == {k for k in (0, 1) if proposals[k].trees.n_nodes}
+        assert merged.draft_columns.keys() == {k for k in (0, 1) if proposals[k].trees.n_nodes}
     verified = verify.build(rows, merged, random_selection(merged.trees, rng))
     assert (verified.held_at[0] == verified.batch.places).all()
-    assert list(verified.drafted) == list(merged.drafted)
-    for at, k in enumerate(verified.drafted, 1):
+    assert list(verified.made_by) == list(merged.draft_columns)
+    for at, k in enumerate(verified.made_by, 1):
         own = [by_path(proposals[k], r) for r in range(3)]
         for i, candidate in enumerate(verified.candidate.tolist()):
             row, depth = int(verified.row[i]), int(verified.depth[i])
             start = int(merged.trees.row_start[row])
             path = () if candidate < 0 else paths(merged.trees, row)[candidate - start]
             made = path in own[row]
-            assert verified.drafted[k][i] == made
+            assert verified.made_by[k][i] == made
             column = own[row][path][1] if made else depth
             assert verified.held_at[at, i] == rows.seq_lens[row] + column
     assert verified.in_place == (verified.held_at == verified.positions).all()
