@@ -1,4 +1,4 @@
-"""Prefill and overload as policy: order, start, chunk size, and what to do with requests that are lost."""
+"""The prefill share of an iteration: which prompts start, in which order, and how large the chunk is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from adaserve.scheduler.interface import IntArray
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What to prefill now: the rows of ``order`` until ``tokens`` are spent (0 = decode first). Rows of
-    ``shed`` get 429. ``lost``: a lost prompt comes first this time, because it has waited longest.
-    ``reserved``: how many of the tokens belong to prompts that overtake a started one.
+    """What to prefill now: the rows of ``order`` until ``tokens`` are spent (0 = decode first). ``lost``: a
+    lost prompt comes first this time, because it has waited longest. ``reserved``: how many of the tokens
+    belong to prompts that overtake a started one.
 
     A lost prompt has had its turn even if there is no room for it. Otherwise it would come first until there
     is room, and no prompt that can still be in time could pass it. In the simulator, with little memory, a
@@ -25,7 +25,6 @@ class PrefillPlan:
 
     tokens: int
     order: IntArray
-    shed: IntArray
     lost: bool = False
     reserved: int = 0
 
@@ -37,9 +36,7 @@ def plan_prefill(situation: Situation, n_running: int) -> PrefillPlan:
     others may overtake them.
     """
     config, waiting = situation.config, situation.waiting
-    shed = config.shed & (situation.now_s - waiting.arrival_s > waiting.ttft_slo_s) & ~waiting.started
     order = in_order(situation)
-    order = order[~shed[order]]
     overdue, ahead = None, 0  # tokens of the started prompts, which come before it
     if n_running:
         overdue = most_overdue(situation, order)
@@ -54,4 +51,4 @@ def plan_prefill(situation: Situation, n_running: int) -> PrefillPlan:
         tokens = slack_tokens(situation, order) if n_running else unsplit_tokens(situation, order) or tokens
     reserved = reserved_tokens(waiting, order, tokens)
     lost = overdue is not None and ahead < tokens
-    return PrefillPlan(tokens, order, np.flatnonzero(shed), lost, reserved)
+    return PrefillPlan(tokens, order, lost, reserved)

@@ -20,13 +20,12 @@ Pacing = Literal["fixed", "slack"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Settings of prefills. By default: no gate, no shedding, first come first served, fixed chunks."""
+    """Settings of prefills. By default: no gate, first come first served, fixed chunks."""
 
     chunk_tokens: int = 512  # most prefill tokens per iteration
     order: Order = "fcfs"
     gate: float | None = None  # start prompts only while the tightest running SLO keeps this headroom
     lost_every_s: float | None = None  # gate: prompts are given up, one starts this often; None = never
-    shed: bool = False  # answer 429 to requests whose TTFT SLO is already lost; off by default
     pacing: Pacing = "fixed"  # slack: chunks are as large as the running requests can bear
     least_tokens: int = 16  # slack: smaller chunks are not worth a forward; see ``least_chunk``, too
     most_decodes: int = 8  # slack: decode iterations after which a waiting prompt gets its next chunk

@@ -1,8 +1,8 @@
-"""A replica whose iterations are looked up instead of played, for traces that are too long for the policy.
+"""A replica that looks its iterations up, for traces so long that playing each one would take too long.
 
-How long an iteration takes and what it brings is learned first from played ones, by batch size and class. All
-else is what ``Replica`` does: the queue, the gate, prefills, the KV cache. What is lost is how the policy
-reacts to single requests that fall behind.
+How long an iteration takes and how many tokens it yields is first learned from played ones, by batch size and
+class. All else is what ``Replica`` does: the queue, the gate, prefills, the KV cache. What is lost is how the
+policy reacts to single requests that fall behind.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 SAMPLE = 12
 """Requests that are played at every size, at least: small batches several times."""
 ITERATIONS = 100
-"""Of each batch."""
+"""That are played of each batch."""
 ENDLESS = 1 << 30
 """Tokens of an answer that does not end while it is watched."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaceTable:
-    """What a replica does with n running requests, [k] each; slower hosts and prefills come on top."""
+    """What a replica does with n running requests, [k] each. Slower hosts and prefills are added later."""
 
     n: FloatArray
     seconds: FloatArray  # per decode iteration, without what the verification reads of the contexts
@@ -40,7 +40,7 @@ class PaceTable:
     slope: float  # of log(tokens) over ease, within a class
 
     def at(self, values: FloatArray, n: int) -> float:
-        """``values`` [k] for n requests; the last slope continues, where there is more than one size."""
+        """``values`` [k] for n requests. Beyond the largest size the last slope continues."""
         slope = float((np.diff(values[-2:]) / np.diff(self.n[-2:])).sum())
         return float(np.interp(n, self.n, values)) + max(0.0, n - self.n[-1]) * slope
 
@@ -83,8 +83,9 @@ def learn_pace(requests: Sequence[SimRequest], config: SimulationConfig) -> Pace
 
 def _watch(requests: Sequence[SimRequest], config: SimulationConfig) -> _Watched:
     quiet = replace(
-        config.replica, kv_tokens=1 << 60, max_running=1 << 30, noise=0.0, busy=(), prefill=PrefillConfig()
-    )
+        config.replica, kv_tokens=1 << 60, max_running=1 << 30, noise=0.0, busy=(), prefill=PrefillConfig(),
+        shed=False,
+    )  # fmt: skip
     replica = build_replica(replace(config, replica=quiet))
     for i, r in enumerate(requests):
         so_far = r.prompt_tokens + r.output_tokens // 2
@@ -132,7 +133,7 @@ def _where_any(wanted: BoolArray, otherwise: BoolArray) -> BoolArray:
 
 
 class PacedReplica(Replica):
-    """Goes by a ``PaceTable``."""
+    """Looks its iterations up in a ``PaceTable``."""
 
     def __init__(
         self, pace: PaceTable, config: ReplicaConfig, rng: np.random.Generator, drafts: bool

@@ -34,7 +34,8 @@ class ReplicaConfig:
     max_running: int = 512
     prefill_mode: PrefillMode = "mixed"
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
-    prefill_cost: StepCost | None = None  # of separate prefill forwards of both models; None = as others
+    shed: bool = False  # answer 429 to prompts that have not started when their TTFT SLO has passed
+    prefill_cost: StepCost | None = None  # of separate prefill forwards, both models; None = by ``latency``
     noise: float = 0.03  # standard deviation of log seconds
     row_overhead_s: float = 0.0  # per iteration and running request, whose tokens are streamed
     lag: bool = False  # overlap schedule: an outcome is observed after the next plan
@@ -68,7 +69,7 @@ class Replica(ABC):
         """One decode iteration, with a chunk of ``prefill_tokens`` in its forward; ends with ``_decoded``."""
 
     def _drafts_for_next(self) -> bool:
-        """Whether the prompt that starts now may be drafted for: a draft model that is served reads it."""
+        """Whether the draft model reads the prompt that starts now. Otherwise nothing is drafted for it."""
         return True
 
     @property
@@ -98,7 +99,7 @@ class Replica(ABC):
         self._prompt_left += request.prompt_tokens
 
     def step(self) -> None:
-        """One iteration: prefill chunk and decode share a forward (mixed), or prefill goes first."""
+        """One iteration: a prefill chunk shares a forward with the decode (mixed), or goes before it."""
         chunk = self._take_chunk()
         tokens = sum(t for _, t in chunk)
         self._drafted_chunk = sum(t for r, t in chunk if r.drafts) if self._drafts else 0
@@ -128,11 +129,11 @@ class Replica(ABC):
         if not len(self.waiting):
             return []
         looked = self.waiting.looked_at(self.now_s)
+        if self.config.shed:
+            looked = self._shed_late(looked)
         plan = plan_prefill(self._situation(looked), len(self.rows))
         if plan.lost:
             self._recent.lost_at_s = self.now_s
-        for i in plan.shed.tolist():
-            self._shed(looked[i])
         left = plan.tokens
         chunk: Chunk = []
         full = False
@@ -159,12 +160,20 @@ class Replica(ABC):
         running = len(self.rows) + self.waiting.started
         return self._reserved + size <= self.config.kv_tokens and running < self.config.max_running
 
-    def _shed(self, request: SimRequest) -> None:
-        request.shed = True
-        self.waiting.leave(request)
-        self._output_left -= request.cap_tokens
-        self._prompt_left -= request.prompt_tokens
-        self.done.append(request)
+    def _shed_late(self, looked: list[SimRequest]) -> list[SimRequest]:
+        """Refuses those of the prompts that have not started and whose TTFT SLO has passed; returns the
+        others."""
+        staying = []
+        for request in looked:
+            if request.prefilled or self.now_s - request.arrival_s <= request.ttft_slo_s:
+                staying.append(request)
+                continue
+            request.shed = True
+            self.waiting.leave(request)
+            self._output_left -= request.cap_tokens
+            self._prompt_left -= request.prompt_tokens
+            self.done.append(request)
+        return staying
 
     def _situation(self, looked: list[SimRequest]) -> Situation:
         waiting, interference = waiting_batch(looked), self._interference(len(looked))
@@ -193,7 +202,7 @@ class Replica(ABC):
         self.rows.join([r for r in ready if not r.finished])
 
     def _both_s(self, tokens: float) -> float:
-        """What a server expects of a forward that reads so many tokens before it has seen any."""
+        """Seconds that a server expects of a prefill of so many tokens before it has seen one."""
         latency = self.config.latency
         return latency.verify_s(tokens) + (latency.draft_step_s(tokens) if self._drafts else 0.0)
 
@@ -231,7 +240,7 @@ class Replica(ABC):
         self.done.append(request)
 
     def _slowed(self, seconds: float) -> float:
-        """While others use the host."""
+        """``seconds``, or more of them while others use the host."""
         for begin, end, times in self.config.busy:
             if begin <= self.now_s < end:
                 seconds *= times

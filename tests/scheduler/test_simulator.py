@@ -366,12 +366,7 @@ class TestPrefill:
         ("order", "want"), [("fcfs", [2, 0, 1]), ("slack", [2, 1, 0]), ("short", [2, 1, 0])]
     )
     def test_orders_started_prompts_first(self, order, want):
-        plan = self.plan(PrefillConfig(order=order), 2.5)
-        assert plan.order.tolist() == want and not len(plan.shed)
-
-    def test_shedding_is_off_by_default_and_drops_the_lost(self):
-        assert self.plan(PrefillConfig(), 99.0).shed.tolist() == []
-        assert self.plan(PrefillConfig(shed=True), 3.5).shed.tolist() == [1]
+        assert self.plan(PrefillConfig(order=order), 2.5).order.tolist() == want
 
 
 def test_hardware_figures_match_the_published_table():
@@ -443,20 +438,24 @@ class TestLookedUpIterations:
         )
 
     @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
-    @pytest.mark.parametrize("prefill", [PrefillConfig(), SERVED, PrefillConfig(shed=True)])
-    def test_nothing_is_lost(self, mode, prefill):
-        """Every request ends once, with exactly its tokens; nothing stays booked."""
+    @pytest.mark.parametrize(("prefill", "shed"), [(PrefillConfig(), False), (SERVED, False), (SERVED, True)])
+    def test_nothing_is_lost(self, mode, prefill, shed):
+        """Every request ends once, with exactly its tokens or with 429; nothing stays booked."""
         load = requests(80, rate=12.0)
-        cfg = config(prefill_mode=mode, prefill=prefill, kv_tokens=5000, replicas=3)
+        for request in load[::2]:
+            request.ttft_slo_s = 1.0
+        cfg = config(prefill_mode=mode, prefill=prefill, shed=shed, kv_tokens=5000, replicas=3)
         fleet = self.fleet(cfg)
         serve(load, fleet, cfg)
         done = [r for replica in fleet for r in replica.done]
         assert sorted(r.rid for r in done) == sorted(r.rid for r in load)
         for request in load:
             assert request.finished != request.shed
+            assert not request.shed or math.isfinite(request.ttft_slo_s)
             if request.finished:
                 assert request.produced == request.output_tokens - 1 >= request.iterations >= 0
                 assert request.arrival_s < request.first_token_s <= request.last_token_s
+        assert any(r.shed for r in load) == shed
         for replica in fleet:
             assert not replica.busy and replica._reserved == replica.load_tokens == 0
 
@@ -474,7 +473,7 @@ class TestLookedUpIterations:
 def test_the_work_that_is_left_is_counted():
     """What routers compare, at every step: outputs by their caps, a tenth of the prompts."""
     load = make_requests(synthetic_trace(30, 8.0, 0, MIX), SLOConfig(), 0.03, TextModel(eos_share=0.5), 0)
-    replica = build_replica(config("chain-2", prefill=PrefillConfig(128, shed=True), kv_tokens=4000))
+    replica = build_replica(config("chain-2", prefill=PrefillConfig(128), shed=True, kv_tokens=4000))
     left = list(load)
     while left or replica.busy:
         while left and (left[0].arrival_s <= replica.now_s or not replica.busy):

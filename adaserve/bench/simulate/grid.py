@@ -92,7 +92,8 @@ class Grid:
             hardware.latency(),
             self.kv_tokens or hardware.kv_tokens(),
             prefill_mode=self.prefill,
-            prefill=PrefillConfig(chunk, self.order, self.gate, shed=self.shed),
+            prefill=PrefillConfig(chunk, self.order, self.gate),
+            shed=self.shed,
             lag=self.lag,
         )
         return SimulationConfig(
