@@ -2,9 +2,8 @@
 
 Why: SGLang counts requests by path, by priority with --enable-priority-scheduling, and by what they say with
 --tokenizer-metrics-allowed-custom-labels. It keeps every label forever: unknown paths of any length and
-number, any of four billion priorities, and any text. Here such paths share one label,
-and priorities and texts beyond the first ones have none. Other methods than HTTP's usual ones are refused
-(``routes.py``).
+number, any of four billion priorities, and any text. Here such paths share one label, and priorities and
+texts beyond the first ones have none. Other methods than HTTP's usual ones are refused (``routes.py``).
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 check.
 
 Why: SGLang's parsers search with regular expressions whose time grows with the square of the text, in the
-HTTP event
-loop: 44 KB of ``<tool_call>`` take half a second, a body of 32 MB days, and nobody else is answered.
-``/parse_function_call`` and ``/separate_reasoning`` take any text; with --tool-call-parser what a model was
-made to write is searched as well. The matcher looks for signals, so a timer can end it. JSON in such a text
-may be nested more deeply than Python reads it.
+HTTP event loop: 44 KB of ``<tool_call>`` take half a second, a body of 32 MB days, and nobody else is
+answered. ``/parse_function_call`` and ``/separate_reasoning`` take any text; with --tool-call-parser what a
+model was made to write is searched as well. The matcher looks for signals, so a timer can end it. JSON in
+such a text may be nested more deeply than Python reads it.
 
 SGLang checks every schema of a chat's tools in Python, at 0.26 ms a property and as long for a choice: one
 body of 0.3 MB held up everybody's tokens for 6 s. It finds nothing wrong with a schema that is true or false,

@@ -2,9 +2,8 @@
 
 The TPOT of a request is the time from one decode iteration to the next, divided by its tokens per iteration.
 Both are remembered by batch size, up to a factor of two. Times are stored as they would be on a quiet host,
-because the host may have become busy, or quiet, since a batch of that size
-ran. Between sizes the latency model of the policies says
-how iterations grow, with the shape of the trees that are usual at the nearest one.
+because the host may have become busy, or quiet, since a batch of that size ran. Between sizes the latency
+model of the policies says how iterations grow, with the shape of the trees that are usual at the nearest one.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class LowQuantiles:
     Buckets with few values are estimated with the help of their neighbors.
     """
 
-    NEIGHBOURS = 3.0  # trust that a bucket's neighbors have together
+    NEIGHBORS = 3.0  # trust that a bucket's neighbors have together
     RISE = 0.3  # that a bucket may lie above its neighbors, per trust
     DOUBT = 3.0  # a value lower by x leaves exp(-3 x) of the trust in all
     FORGET = 0.999  # of the trust, per value taken in anywhere: old values count less
@@ -124,7 +124,7 @@ class LowQuantiles:
         around = (weight @ self._own) / (weight.sum(axis=1) + self._zero)
         # What was seen once or twice and took far longer than its neighbors say may have been disturbed.
         own = np.minimum(self._own, around + self.RISE * self.trust)
-        self.values = (self.trust * own + self.NEIGHBOURS * around) / (self.trust + self.NEIGHBOURS)
+        self.values = (self.trust * own + self.NEIGHBORS * around) / (self.trust + self.NEIGHBORS)
 
 
 class LearnedCostTable:

@@ -218,8 +218,7 @@ class PricedPolicy(BasePolicy):
 
     def _learn_surplus(self, plan: IterationPlan, trees: CandidateTrees, worth: FloatArray) -> None:
         """Moves the surplus table towards the worth of this iteration's draft steps beyond that of the
-        offers.
-        ``worth``: of every node, beyond its price, [m]."""
+        offers. ``worth``: of every node, beyond its price, [m]."""
         n, w, row = len(plan.running), plan.draft.width, trees.row
         steps = min(trees.draft_steps, self.config.d_max)
         # Drafted nodes stand first in their level, in the order of beams; those that only a second draft

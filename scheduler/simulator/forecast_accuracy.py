@@ -34,8 +34,8 @@ class Predicted:
 
 
 def predict_requests(requests: Sequence[SimRequest], config: SimulationConfig) -> list[Predicted]:
-    """Serves ``requests`` on one replica, and predicts each when it arrives; by arrival, without very short
-    answers."""
+    """Serves ``requests`` on one replica and predicts the TPOT of each when it arrives. In the order of their
+    arrivals, without those whose answers are very short."""
     replica = build_replica(config)
     replica.outcomes = []
     watch = _Watch(replica, config)
@@ -54,7 +54,8 @@ def predict_requests(requests: Sequence[SimRequest], config: SimulationConfig) -
 
 
 def close_share(predicted: Sequence[float], delivered: Sequence[float] | FloatArray) -> float:
-    """Share of predictions within CLOSE of what was delivered; NaN without any. One that is NaN is none."""
+    """Share of the predictions that are within CLOSE of what was delivered. Those that are NaN do not count;
+    NaN if there are no others."""
     error = np.asarray(predicted) / np.asarray(delivered) - 1.0
     error = error[~np.isnan(error)]
     return float((np.abs(error) <= CLOSE).mean()) if len(error) else float("nan")
@@ -80,7 +81,7 @@ class _Watch:
         self._ended = len(self._replica.done)
 
     def predict(self, request: SimRequest) -> tuple[float, float]:
-        """By the load alone, and as a server says it."""
+        """Its TPOT by the load alone, and as a server says it; seconds."""
         rows, waiting = len(self._replica.rows), len(self._replica.waiting)
         n = self._predictor.with_one_more(rows, waiting, self._slots)
         slo = _slo(request)

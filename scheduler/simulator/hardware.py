@@ -71,7 +71,7 @@ def forward_cost(model: ModelSpec, gpu: GpuSpec, tp: int) -> ForwardCost:
 
 
 def hardware_latency(model: str, gpu: str, tp: int) -> LatencyModel:
-    """Target on ``tp`` GPUs, its usual draft on one. Raises ValueError naming what is known."""
+    """The target on ``tp`` GPUs, its usual draft on one. Raises ValueError, which lists what is known."""
     (target, drafter), device = _pair(model), _lookup(GPUS, gpu, "GPU")
     if tp < 1:
         raise ValueError(f"tensor parallel degree must be >= 1, got {tp}")

@@ -11,7 +11,7 @@ from adaserve.scheduler.interface import Context, FloatArray, IntArray
 from adaserve.scheduler.simulator.rows import Rows
 
 RowOrder = Callable[[Rows, float], IntArray | None]
-"""Of running requests and seconds: the rows that decode; None = all."""
+"""(running requests, present time in seconds) -> the rows that decode; None = all."""
 
 FCFS_BATCH = 32
 

@@ -37,7 +37,7 @@ class Iteration(NamedTuple):
 
 
 class PlayedReplica(Replica):
-    """The iteration loop of the engine."""
+    """Runs iterations as the engine does."""
 
     def __init__(
         self,

@@ -23,15 +23,16 @@ from adaserve.scheduler.iteration_recording import (
 from adaserve.scheduler.simulator.workload import TextModel
 
 MOST = 0.999
-"""Of a true acceptance."""
+"""No token is accepted with a larger probability."""
 
 RECORDED_TEXT = TextModel(mean={}, other=0.5)
-"""Of requests that draw from a recording: all classes from the whole of it, some from its easier part."""
+"""For requests that draw from a recording. Every class draws from all of it; a single request may draw mostly
+from its easier or its harder part."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedChildren:
-    """Sets of sibling probabilities drawn from a recording; acceptance follows its reliability curve."""
+    """Draws sets of sibling probabilities from a recording; acceptance follows its reliability curve."""
 
     best: FloatArray  # [k] claimed probability of the best child, ascending
     second_share: float  # mean share of the rest that the second child gets
@@ -40,8 +41,8 @@ class RecordedChildren:
     def children(
         self, rng: np.random.Generator, difficulty: FloatArray, bias: FloatArray, beams: int, count: int
     ) -> tuple[FloatArray, FloatArray]:
-        """See ChildSource: a request's difficulty picks its part of the recorded distribution, which for 0.5
-        is the whole of it."""
+        """See ChildSource. A request's difficulty picks its part of the recorded distribution; 0.5 picks all
+        of it."""
         n, ease = len(difficulty), difficulty[:, None]
         place = rng.beta(2 * ease, 2 * (1 - ease), (n, beams)) * len(self.best)
         q1 = self.best[np.minimum(place.astype(np.int64), len(self.best) - 1)]
@@ -135,8 +136,8 @@ def _said_s(item: RecordedIteration, latency: Latency) -> float:
 def prefill_cost(
     prefills: Sequence[RecordedPrefill], latency: Latency, slowdown: float
 ) -> ForwardCost | None:
-    """What these would take where nothing slows them down, seconds; None without any. They are larger than
-    what is known of verifications, and compute no logits of most tokens."""
+    """What these prefills would take if nothing slowed them down; None if there are none. They need a cost of
+    their own: they are larger than any verification, and most of their tokens need no logits."""
     first_s = (latency.verify_s(n) + latency.draft_step_s(n) for n in (1.0, LearnedPrefills.FAR))
     learned, cost = LearnedPrefills(*first_s), None
     for prefill in prefills:

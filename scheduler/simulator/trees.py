@@ -1,4 +1,4 @@
-"""Candidate trees without a model: one-step probabilities drawn per node, acceptance from calibrated ones."""
+"""Candidate trees without a model: what a draft claims of each node is drawn, and what is true of it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class ChildSource(Protocol):
 
 
 MEANS, QUANTILES = 100, 1024
+"""Rows of the table of distributions, and entries of each."""
 
 CONCENTRATION = 1.6
 """a + b of the distribution of the best child: the less, the more of them are sure or hopeless."""
@@ -110,7 +111,8 @@ def acceptance_of_chains(source: ChildSource, text: TextModel, length: int) -> f
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Trees of n rows, all with the same levels, and what the policy must not see. Other rows have none."""
+    """Trees of the n rows that are drafted for, all with the same levels, and what the policy must not
+    see."""
 
     trees: CandidateTrees
     acceptance: FloatArray  # [n, M]: true P(accepted | parent accepted)
