@@ -27,6 +27,11 @@ def select() -> str | None:
     return "adaserve.platform.AdaServeCpuPlatform"
 
 
+def on_cpu() -> bool:
+    """Whether our CPU platform serves on this host."""
+    return select() is not None
+
+
 PROFILE_ROUTES_ENV = "ADASERVE_PROFILE_ROUTES"
 """1: the server is started to be measured, as by `adaserve gpu-check`: see ``is_measured``."""
 

@@ -11,7 +11,7 @@ from adaserve.checkpoints.draft_kind import medusa_folder, medusa_heads
 from adaserve.checkpoints.hub import why_no_model, why_not_on_hub
 from adaserve.config import ENV, AdaServeConfig
 from adaserve.host.cores import short_spins, usable_cores
-from adaserve.host.device import FORK_ENV, select
+from adaserve.host.device import FORK_ENV, on_cpu
 from adaserve.pair.shape import parse_size
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.server.control import ServerError
@@ -172,8 +172,3 @@ def require_models(spec: ServerSpec) -> None:
     for name in (spec.model, spec.draft, spec.config.second_draft):
         if name is not None and (why := why_not_on_hub(name)) is not None:
             raise ServerError(why)
-
-
-def on_cpu() -> bool:
-    """Whether our CPU platform serves on this host."""
-    return select() is not None

@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import RequestError
-from adaserve.host.device import select
+from adaserve.host.device import on_cpu
 from adaserve.patches import hook
 
 
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 async def _load(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
-    if any(kwargs.get("video_data") or ()) and select() is not None:
+    if any(kwargs.get("video_data") or ()) and on_cpu():
         raise RequestError("video_data is refused: it needs a host with a GPU")
     try:
         return await original(*args, **kwargs)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.host.device import select
+from adaserve.host.device import on_cpu
 from adaserve.patches import hook
 
 
 def register() -> None:
-    if select() is None:
+    if not on_cpu():
         return
     hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE

@@ -22,7 +22,7 @@ import psutil
 from sglang.srt.plugins.hook_registry import HookType
 from tqdm import tqdm
 
-from adaserve.host.device import FORK_ENV, select
+from adaserve.host.device import FORK_ENV, on_cpu
 from adaserve.patches import hook
 
 
@@ -58,5 +58,5 @@ def _forking(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _can_fork() -> bool:
-    asked = os.environ.get(FORK_ENV) == "1" and select() is not None
+    asked = os.environ.get(FORK_ENV) == "1" and on_cpu()
     return asked and psutil.Process().num_threads() == 1

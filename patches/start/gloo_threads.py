@@ -12,12 +12,12 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.host.device import select
+from adaserve.host.device import on_cpu
 from adaserve.patches import hook
 
 
 def register() -> None:
-    if select() is not None:
+    if on_cpu():
         hook("torch.distributed.new_group", _shared, HookType.AROUND, always=True)
 
 
