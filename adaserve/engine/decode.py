@@ -63,7 +63,7 @@ class DecodeLoop:
 
     device: Device
     sources: Sequence[TreeSource]
-    caches: KVCompactor
+    compactor: KVCompactor
     requests: Requests
     decisions: Decisions
     tap: Tap
@@ -124,10 +124,10 @@ class DecodeLoop:
         verifying = runs[0][0][0]  # where the target's forward begins; a mark of its own would cost time
         marks = Marks(draft.span[1] if ahead is None else start, verifying, self.device.mark())
         result_copies.allow_behind(result, marks.accepted)
-        outcome = self.device.get(
+        copy = self.device.get(
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted, **tapped
         )
-        self.caches.compact(verified, tensors, acceptance)  # which the host does not have to wait for
+        self.compactor.compact(verified, tensors, acceptance)  # which the host does not have to wait for
         self._observe()  # unless that was done while drafts were awaited
         if drawn is not None:
             self.settle()
@@ -135,7 +135,7 @@ class DecodeLoop:
         runs = [before + now for before, now in zip(draft.runs, runs, strict=True)]
         self._arriving = self._unobserved = self._last = Iteration(
             rows, policy, plan, draft, offers, choice.proposal, choice.selection, verified, start_s, behind,
-            marks, runs, outcome, recorded, choice.unread is not None,
+            marks, runs, copy, recorded, choice.unread is not None,
         )  # fmt: skip
         if self.overlaps:
             self._draft_ahead(self._arriving, tensors, acceptance)

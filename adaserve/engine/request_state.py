@@ -95,9 +95,9 @@ def deepest_allowed(req: Any, state: RequestState) -> int:
     return NO_LIMIT if state.speculation is None else state.speculation
 
 
-def expected_tokens(state: RequestState, lengths: OutputLengths) -> int:
-    """Tokens that are still expected, by the client or, if it said nothing or was wrong, by the answers of
-    its class."""
+def likely_tokens(state: RequestState, lengths: OutputLengths) -> int:
+    """Tokens that are likely still to come, by what the client expects or, if it said nothing or was wrong,
+    by the answers of its class."""
     ahead = (state.osl or 0) - len(state.generated)
     return ahead if ahead > 0 else lengths.left(state.slo_class, len(state.generated) - 1)
 
@@ -150,8 +150,8 @@ class BatchRequests:
             deepest[i] = deepest_allowed(self.reqs[i], self.states[i])
         likely = None
         if self.expects or lengths:
-            expected = [expected_tokens(s, lengths) for s in self.states]
-            likely = np.minimum(remaining, np.array(expected, np.int64))
+            each = [likely_tokens(s, lengths) for s in self.states]
+            likely = np.minimum(remaining, np.array(each, np.int64))
         return RunningBatch(
             rids=self.rids,
             slo_class=self.slo_class,

@@ -121,7 +121,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.loop = DecodeLoop(
             device=device,
             sources=sources,
-            caches=KVCompactor(device, pools, table),
+            compactor=KVCompactor(device, pools, table),
             requests=self._requests,
             decisions=Decisions(self.policies, rank_sync, Recorder(Path(records)) if records else None),
             tap=tap,

@@ -111,7 +111,7 @@ class Run:
         self.loop = DecodeLoop(
             device=parts,
             sources=self.beams or [StatelessSource(parts.self_drafter, SHARPENING, DEPTH * WIDTH, DEPTH)],
-            caches=KVCompactor(
+            compactor=KVCompactor(
                 parts, [Pool(model) for model in (self.target, *self.models)], requests.req_to_token
             ),
             requests=ServedRequests((1, 0)),
