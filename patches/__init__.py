@@ -122,7 +122,8 @@ MODULES = {
     "scheduler": (
         "refused_starts",
         "prefill_slack",
-        "scheduler_guard",
+        "sessions",
+        "scheduler_guard",  # around it: an id that is live is refused first
         "stop_strings",
         "grammar_memory",
         "grammar_polls",
