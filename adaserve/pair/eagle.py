@@ -17,9 +17,9 @@ from torch.nn import functional as fn
 
 from adaserve.checkpoints.draft_kind import EAGLE3
 from adaserve.pair.folders import PairError
-from adaserve.pair.model import Block, RMSNorm, TinyLlama, most_used_columns, rope, rotate, save_checkpoint
+from adaserve.pair.model import Block, TinyLlama, most_used_columns, rope, rotate, save_checkpoint
 from adaserve.pair.packed import read_weights
-from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, Shape, hf_config
+from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, NORM_EPS, Shape, hf_config
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,13 @@ class HeadLayer(Block):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.qkv = nn.Linear(2 * shape.hidden, self.qkv.out_features, bias=False)
-        self.hidden_norm = RMSNorm(shape.hidden)
+        self.hidden_norm = nn.RMSNorm(shape.hidden, NORM_EPS)
 
     def project(self, embedded: Tensor, before: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, [rows, heads, length, head_dim], of tokens [rows, length, hidden]."""
-        shape, (rows, length, _) = self.shape, before.shape
-        joined = torch.cat((self.attn_norm(embedded), self.hidden_norm(before)), -1)
-        qkv = self.qkv(joined).view(rows, length, -1, shape.head_dim).transpose(1, 2)
-        q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        repeat = shape.heads // shape.kv_heads
+        q, k, v = self.heads(torch.cat((self.attn_norm(embedded), self.hidden_norm(before)), -1))
         q, k = rotate(q, cos, sin).to(q.dtype), rotate(k, cos, sin).to(k.dtype)
-        return q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-
-    def finish(self, before: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output from what its heads have gathered, [rows, heads, length, head_dim]."""
-        x = before + self.out(mixed.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(fn.silu(gate) * up)
+        return q, *self.for_all_heads(k, v)
 
 
 class EagleHead(nn.Module):
@@ -106,7 +96,7 @@ class EagleHead(nn.Module):
         hidden = own.hidden
         self.embed = nn.Embedding.from_pretrained(target.embed.weight.detach(), freeze=True)
         self.fc = nn.Linear(len(shape.layers) * hidden, hidden, bias=False)
-        self.layer, self.norm = HeadLayer(own), RMSNorm(hidden)
+        self.layer, self.norm = HeadLayer(own), nn.RMSNorm(hidden, NORM_EPS)
         self.lm_head = nn.Linear(hidden, own.vocab, bias=False)
         self.token_ids: Tensor
         self.register_buffer("token_ids", token_ids)
@@ -154,10 +144,9 @@ class EagleHead(nn.Module):
 def most_used_heads(layer: Block, kv_heads: int) -> tuple[Tensor, Tensor]:
     """The rows of a layer's qkv and the columns of its output that belong to ``kv_heads`` of its KV heads,
     those whose values weigh most in its output."""
-    own, dim = layer.shape, layer.shape.head_dim
-    kv = own.kv_heads * dim
-    q, k, v = layer.qkv.weight.split([own.heads * dim, kv, kv])
-    by_head = [rows.view(own.kv_heads, -1, rows.shape[1]) for rows in (q, k, v)]
+    own = layer.shape
+    parts = layer.qkv.weight.split(layer.parts["qkv"])
+    by_head = [rows.view(own.kv_heads, -1, rows.shape[1]) for rows in parts]
     out = layer.out.weight.view(own.hidden, own.kv_heads, -1)
     use = by_head[2].norm(dim=(1, 2)) * out.norm(dim=(0, 2))
     kept = use.topk(kv_heads).indices.sort().values
@@ -222,9 +211,8 @@ HEAD_LAYER = "midlayer."
 
 def _split(head: EagleHead) -> dict[str, Tensor]:
     """Weights by the names of public checkpoints."""
-    own, layer = head.layer.shape, head.layer
-    kv = own.kv_heads * own.head_dim
-    q, k, v = layer.qkv.weight.split([own.heads * own.head_dim, kv, kv])
+    layer = head.layer
+    q, k, v = layer.qkv.weight.split(layer.parts["qkv"])
     gate, up = layer.gate_up.weight.chunk(2)
     attention, mlp = HEAD_LAYER + "self_attn.", HEAD_LAYER + "mlp."
     return {

@@ -50,10 +50,10 @@ class Written:
 
 
 def _attend(block: Block, layer: int, x: Tensor, cache: Cache) -> Tensor:
+    """What the heads gather, [rows, heads, new, head_dim], of normed tokens [rows, new, hidden]."""
     shape, (rows, new, _) = block.shape, x.shape
     span = slice(cache.length, cache.length + new)
-    qkv = block.qkv(x).view(rows, new, -1, shape.head_dim).transpose(1, 2)
-    q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    q, k, v = block.heads(x)
     cos, sin = (t[span] for t in cache.rope)
     cache.store[layer, 0, :, :, span] = rotate(k, cos, sin)
     cache.store[layer, 1, :, :, span] = v
@@ -62,7 +62,7 @@ def _attend(block: Block, layer: int, x: Tensor, cache: Cache) -> Tensor:
     # Query heads that share a key head are folded into the sequence axis: no copies of keys and values.
     mask = torch.ones(new, span.stop, dtype=torch.bool).tril(span.start).repeat(groups.shape[2], 1)
     mixed = fn.scaled_dot_product_attention(groups.flatten(2, 3), keys, values, attn_mask=mask)
-    return mixed.view(rows, shape.heads, new, shape.head_dim).transpose(1, 2).reshape(rows, new, -1)
+    return mixed.view(rows, shape.heads, new, shape.head_dim)
 
 
 @torch.no_grad()
@@ -72,9 +72,7 @@ def extend(model: TinyLlama, tokens: Tensor, cache: Cache) -> Tensor:
         x = model.embed(part)
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, Block)
-            x = x + block.out(_attend(block, layer, block.attn_norm(x), cache))
-            gate, up = block.gate_up(block.mlp_norm(x)).chunk(2, dim=-1)
-            x = x + block.down(fn.silu(gate) * up)
+            x = block.finish(x, _attend(block, layer, block.attn_norm(x), cache))
         cache.length += part.shape[1]
     return fn.linear(model.norm(x[:, -1]), model.embed.weight)
 

@@ -17,45 +17,43 @@ from adaserve.pair.packed import read_weights
 from adaserve.pair.shape import NORM_EPS, Shape, hf_config, require_family, shape_of
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return fn.rms_norm(x, (x.shape[-1],), self.weight, NORM_EPS)
-
-
 class Block(nn.Module):
-    """Attention and MLP with fused inputs: fewer, larger products are what a CPU wants."""
+    """Attention and MLP with fused inputs: a CPU prefers fewer, larger products."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        rows = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
-        self.attn_norm, self.mlp_norm = RMSNorm(shape.hidden), RMSNorm(shape.hidden)
-        self.qkv = nn.Linear(shape.hidden, rows, bias=False)
-        self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        queries, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.attn_norm, self.mlp_norm = (nn.RMSNorm(shape.hidden, NORM_EPS) for _ in range(2))
+        self.qkv = nn.Linear(shape.hidden, queries + 2 * kv, bias=False)
+        self.out = nn.Linear(queries, shape.hidden, bias=False)
         self.gate_up = nn.Linear(shape.hidden, 2 * shape.mlp, bias=False)
         self.down = nn.Linear(shape.mlp, shape.hidden, bias=False)
-        kv = shape.kv_heads * shape.head_dim
-        # What is fused for speed stays separate for the optimizer.
-        self.parts = {"qkv": [shape.heads * shape.head_dim, kv, kv], "gate_up": [shape.mlp, shape.mlp]}
+        # Rows of what is fused for speed, and separate in checkpoints and for the optimizer.
+        self.parts = {"qkv": [queries, kv, kv], "gate_up": [shape.mlp, shape.mlp]}
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.out(self.attend(self.attn_norm(x), cos, sin))
+        q, k, v = self.heads(self.attn_norm(x))
+        k, v = self.for_all_heads(rotate(k, cos, sin), v)
+        mixed = fn.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
+        return self.finish(x, mixed)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [rows, heads, length, head_dim], of tokens [rows, length, hidden]."""
+        shape = self.shape
+        qkv = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
+        return qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+
+    def for_all_heads(self, *kv: Tensor) -> list[Tensor]:
+        """Keys or values, once for each query head that reads them."""
+        return [t.repeat_interleave(self.shape.heads // self.shape.kv_heads, 1) for t in kv]
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The block's output from its input and what its heads have gathered, [rows, heads, length,
+        head_dim]."""
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(fn.silu(gate) * up)
-
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shape, (batch, length, _) = self.shape, x.shape
-        qkv = self.qkv(x).view(batch, length, -1, shape.head_dim).transpose(1, 2)
-        q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        repeat = shape.heads // shape.kv_heads
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
 def most_used_columns(block: Block, mlp: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +85,7 @@ class TinyLlama(nn.Module):
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden)
+        self.norm = nn.RMSNorm(shape.hidden, NORM_EPS)
         self._initialise()
 
     def _initialise(self) -> None:
