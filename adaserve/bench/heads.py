@@ -1,10 +1,11 @@
 """`adaserve bench heads`: trees of the embedded draft and of the embedded heads, over the same text.
 
-The target writes held-out continuations by its own noise. Each draft then walks along them as it would on a
-server: it draws up a tree with the kernels that serve, takes what the text confirms and one token more, and
-goes on. Before each tree the served target verifies one token of each request, which takes the caches as on
-a server. So accepted tokens and drafting time are those of a server, without one. Drafts are timed in turn,
-tree by tree, and compared by the median of the ratios of neighbors.
+The target continues held-out prompts, drawing by its own noise. Each draft then follows these texts as it
+would on a server: it drafts a tree with the kernels that serve, takes the tokens that the text confirms and
+one more, and goes on. Before each tree the served target verifies one token of each request, so that the
+processor's caches hold what they would hold on a server. So accepted tokens and drafting time are those of a
+server. Drafts are timed in turn, tree by tree, and compared by the median of the ratios of trees that were
+drafted in the same turn.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.progress import Progress
 from adaserve.bench.display import progress, table
 from adaserve.bench.offline_drafting import (
     TARGET_WEIGHTS,
+    Course,
     HeadPlan,
     OfflineDraft,
     Text,
@@ -75,8 +77,8 @@ def verification(network: TinyLlama, rows: int) -> Callable[[], object]:
 def in_turns(
     drafts: Mapping[Key, OfflineDraft], trees: int, verify: Callable[[], object], done: Callable[[], None]
 ) -> dict[Key, list[Tree]]:
-    """Some trees that do not count, then ``trees`` rounds, each in the other order than the one before.
-    ``verify`` goes before each tree."""
+    """One tree of each draft that does not count, then ``trees`` rounds in alternating order. ``verify`` is
+    called before each tree, and ``done`` after each round."""
     made: dict[Key, list[Tree]] = {name: [] for name in drafts}
     order = list(drafts)
     for draft in drafts.values():
@@ -93,21 +95,19 @@ def in_turns(
 
 @dataclass(frozen=True)
 class Row:
-    """Of one draft, storage and batch size. ``time_ratio``: of its drafting time to that of the draft model
-    as it is stored first, the median of neighbors. ``standard_error``: of the accepted tokens, over texts,
-    whose trees are alike; None of one text."""
+    """What one draft does at one batch size."""
 
     draft: str
-    weights: str
+    weights: str  # how they are stored
     batch: int
-    accepted: float
-    standard_error: float | None
+    accepted: float  # tokens per tree and request, without the bonus token
+    standard_error: float | None  # over texts, since trees of one text are alike; None of a single text
     draft_ms: float
-    time_ratio: float
+    time_ratio: float  # to the draft model in its first storage: the median over rounds
 
 
 def summarize(made: Mapping[tuple[str, Storage], list[Tree]], batch: int) -> list[Row]:
-    """The drafts of one batch size. Raises ValueError without the draft model that they are compared with."""
+    """A row for each draft. Raises ValueError without the draft model that they are compared with."""
     base_key = next((key for key in made if key[0] == BASE), None)
     if base_key is None:
         raise ValueError(f"there is no {BASE} among {', '.join(name for name, _ in made)}")
@@ -130,7 +130,7 @@ def summarize(made: Mapping[tuple[str, Storage], list[Tree]], batch: int) -> lis
 
 
 def _standard_error(accepted: Sequence[tuple[int, int]]) -> float | None:
-    """Of the mean of tokens that were accepted in trees of texts: (text, tokens) of each tree."""
+    """The standard error of the mean of accepted tokens; ``accepted``: (text, tokens) of each tree."""
     mean = statistics.mean(n for _, n in accepted)
     off: dict[int, float] = defaultdict(float)  # by how many tokens a text moves the sum
     for text, n in accepted:
@@ -152,7 +152,7 @@ def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
         texts = written_texts(target, pair, plan, bar)
         task = bar.add_task("trees", total=plan.trees * len(plan.batches))
         for batch in plan.batches:
-            drafts = offline_drafts(pair, target, texts, batch, plan)
+            drafts = offline_drafts(pair, target, Course(texts, batch, plan))
             verify = verification(served, batch)
             rows += summarize(in_turns(drafts, plan.trees, verify, lambda: bar.advance(task)), batch)
     path.parent.mkdir(parents=True, exist_ok=True)

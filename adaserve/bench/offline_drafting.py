@@ -1,4 +1,4 @@
-"""Drafts on their way along texts that are there already, without a server."""
+"""Drafts that follow texts which are already written, without a server."""
 
 from __future__ import annotations
 
@@ -67,6 +67,15 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Course:
+    """What a draft follows: the texts, one after the other in each of ``rows`` rows of a KV pool."""
+
+    texts: Sequence[Text]
+    rows: int
+    plan: HeadPlan
+
+
+@dataclass(frozen=True)
 class Tree:
     """One tree for some requests: tokens accepted in each, what drafting took, and which texts they are."""
 
@@ -101,16 +110,15 @@ def kernel_model(network: TinyLlama | EagleHead, positions: int, storage: Storag
 
 
 class OfflineDraft(ABC):
-    """A draft on its way along ``texts``, one after the other in each of ``rows`` rows of a KV pool."""
+    """A draft that follows a course. ``folder``: where it lies, with its measured sharpening."""
 
-    read_with: Sequence[
-        Tensor
-    ] = ()  # the target's states of each text, [tokens, H], for drafts that read them
+    read_with: Sequence[Tensor] = ()  # the target's states of each text, [tokens, H], if it reads them
     states: HiddenStates  # where such a draft finds them
 
-    def __init__(self, texts: Sequence[Text], rows: int, plan: HeadPlan, folder: Path) -> None:
-        self.texts, self.plan, self.sharpening = texts, plan, load_sharpening(folder)
-        self.shape: TreeShape = tree_shape(plan.depth, plan.width, None)
+    def __init__(self, course: Course, folder: Path) -> None:
+        self.texts, self.plan, self.sharpening = course.texts, course.plan, load_sharpening(folder)
+        texts, rows = course.texts, course.rows
+        self.shape: TreeShape = tree_shape(self.plan.depth, self.plan.width, None)
         self.room = max(len(t.tokens) for t in texts) + self.shape.width
         self.table = torch.arange(rows * self.room, dtype=torch.int32).view(rows, self.room)
         self.at = np.zeros(rows, np.int64)  # the row's root, which is cached nowhere yet
@@ -190,26 +198,18 @@ class OfflineDraft(ABC):
 
 
 def over_pool(network: LlamaModel, layers: int, slots: int) -> LlamaForward:
-    """With a KV pool of this size."""
+    """The network's forward, with a KV pool of this size."""
     size = (slots, network.config.num_kv_heads, network.config.head_dim)
     k, v = ([torch.zeros(size) for _ in range(layers)] for _ in range(2))
     return LlamaForward(network, SimpleNamespace(k_buffer=k, v_buffer=v))
 
 
 class OfflineModel(OfflineDraft):
-    """Of a draft model, which has the KV of all nodes that it expanded."""
+    """A draft model, which has the KV of all nodes that it expanded."""
 
-    def __init__(
-        self,
-        model: TinyLlama,
-        texts: Sequence[Text],
-        rows: int,
-        plan: HeadPlan,
-        folder: Path,
-        weights: Storage = "fp32",
-    ) -> None:
+    def __init__(self, model: TinyLlama, course: Course, folder: Path, weights: Storage = "fp32") -> None:
         self.model, self.weights = model, weights
-        super().__init__(texts, rows, plan, folder)
+        super().__init__(course, folder)
 
     def make(self, slots: int) -> CpuForward:
         llama = kernel_model(self.model, self.room, self.weights)
@@ -220,26 +220,19 @@ class OfflineModel(OfflineDraft):
 
 
 class OfflineEagle(OfflineDraft):
-    """Of an EAGLE-3 head, which reads all accepted tokens again, with the target's states of them."""
+    """An EAGLE-3 head, which reads all accepted tokens again, with the target's states of them."""
 
     def __init__(
-        self,
-        target: TinyLlama,
-        head: EagleHead,
-        texts: Sequence[Text],
-        rows: int,
-        plan: HeadPlan,
-        folder: Path,
-        weights: Storage = "fp32",
+        self, target: TinyLlama, head: EagleHead, course: Course, folder: Path, weights: Storage = "fp32"
     ) -> None:
         self.head, self.weights = head, weights
         loaded = SimpleNamespace(fc=head.fc, input_norm=None, fc_norm=None)
         seen = [
             target_outputs(target, torch.from_numpy(t.tokens)[None], head.shape.layers).layers[0]
-            for t in texts
+            for t in course.texts
         ]
         self.read_with = [project(loaded, states) for states in seen]
-        super().__init__(texts, rows, plan, folder)
+        super().__init__(course, folder)
 
     def make(self, slots: int) -> CpuForward:
         llama = kernel_model(self.head, self.room, self.weights)
@@ -251,21 +244,13 @@ class OfflineEagle(OfflineDraft):
 
 
 class OfflineMedusa(OfflineDraft):
-    """Of Medusa heads, which read nothing but the target's state of the token before a root."""
+    """Medusa heads, which read nothing but the target's state of the token before a root."""
 
-    def __init__(
-        self,
-        target: TinyLlama,
-        heads: MedusaHeads,
-        texts: Sequence[Text],
-        rows: int,
-        plan: HeadPlan,
-        folder: Path,
-    ) -> None:
+    def __init__(self, target: TinyLlama, heads: MedusaHeads, course: Course, folder: Path) -> None:
         self.target, self.heads = target, heads
+        texts, depth = course.texts, min(course.plan.depth, len(heads))  # as on a server
         self.read_with = [target_outputs(target, torch.from_numpy(t.tokens)[None]).last[0] for t in texts]
-        plan = replace(plan, depth=min(plan.depth, len(heads)))  # as on a server
-        super().__init__(texts, rows, plan, folder)
+        super().__init__(replace(course, plan=replace(course.plan, depth=depth)), folder)
 
     def make(self, slots: int) -> MedusaForward:
         llama = kernel_model(self.target, self.room, TARGET_WEIGHTS)
@@ -279,23 +264,20 @@ class OfflineMedusa(OfflineDraft):
         self.read = np.maximum(self.read, ends)
 
 
-def offline_drafts(
-    pair: Path, target: TinyLlama, texts: Sequence[Text], rows: int, plan: HeadPlan
-) -> dict[tuple[str, Storage], OfflineDraft]:
-    """By name and storage, for each draft that the pair has."""
+def offline_drafts(pair: Path, target: TinyLlama, course: Course) -> dict[tuple[str, Storage], OfflineDraft]:
+    """Each draft that the pair has, by its name and storage."""
     found: dict[tuple[str, Storage], OfflineDraft] = {}
     for name in drafts_of(pair):
         drafter, folder = load_drafter(pair / name, target), pair / name
         if isinstance(drafter, MedusaDrafter):
-            draft = OfflineMedusa(target, drafter.blocks.published(), texts, rows, plan, folder)
-            found[name, TARGET_WEIGHTS] = draft
+            found[name, TARGET_WEIGHTS] = OfflineMedusa(target, drafter.blocks.published(), course, folder)
             continue
-        for asked in plan.draft_weights:
+        for asked in course.plan.draft_weights:
             weights = draft_storage(asked, TARGET_WEIGHTS)
             if isinstance(drafter, HeadDrafter):
                 head = drafter.head.requires_grad_(False)
-                found[name, weights] = OfflineEagle(target, head, texts, rows, plan, folder, weights)
+                found[name, weights] = OfflineEagle(target, head, course, folder, weights)
             elif isinstance(drafter, ModelDrafter):
                 model = drafter.model.requires_grad_(False)
-                found[name, weights] = OfflineModel(model, texts, rows, plan, folder, weights)
+                found[name, weights] = OfflineModel(model, course, folder, weights)
     return found

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adaserve.bench.heads import in_turns, summarize
 from adaserve.bench.offline_drafting import (
+    Course,
     HeadPlan,
     OfflineDraft,
     OfflineEagle,
@@ -67,17 +68,17 @@ def expected(drafter: Drafter, text: Text, at: int, folder: Path) -> int:
 def test_accepts_what_the_training_network_would(
     kind: str, target: TinyLlama, texts: list[Text], tmp_path: Path
 ) -> None:
-    head, drafts = random_head(target), random_model(seed=0)
+    head, drafts, course = random_head(target), random_model(seed=0), Course(texts, 2, PLAN)
     draft: OfflineDraft
     drafter: Drafter
     if kind == "eagle3":
-        draft, drafter = OfflineEagle(target, head, texts, 2, PLAN, tmp_path), HeadDrafter(target, head)
+        draft, drafter = OfflineEagle(target, head, course, tmp_path), HeadDrafter(target, head)
     elif kind == "medusa":
         blocks, deeper = random_blocks(target), replace(PLAN, depth=PLAN.depth + 2)  # than there are heads
-        draft = OfflineMedusa(target, blocks.published(), texts, 2, deeper, tmp_path)
+        draft = OfflineMedusa(target, blocks.published(), replace(course, plan=deeper), tmp_path)
         drafter = MedusaDrafter(target, blocks)
     else:
-        draft, drafter = OfflineModel(drafts, texts, 2, PLAN, tmp_path), ModelDrafter(drafts)
+        draft, drafter = OfflineModel(drafts, course, tmp_path), ModelDrafter(drafts)
     draft.start()
     visited, accepted = set(), 0
     for _ in range(20):
