@@ -87,8 +87,8 @@ def run_bench(
 
 
 def _leave_nothing(out: Path) -> None:
-    """Of a run that was interrupted before it sent anything: the same command may be given again. The folder
-    was empty."""
+    """Removes what a run has written that was interrupted before it sent anything, so that the same command
+    may be given again. The folder was empty before."""
     with contextlib.suppress(OSError):
         for path in out.iterdir():
             path.unlink()

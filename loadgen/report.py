@@ -50,7 +50,7 @@ class Group:
         return max(errors, default=None)
 
     def percentile_ms(self, key: str, percent: float, name: str | None = None) -> float | None:
-        """Of the answered requests of all runs together, ``tpot`` or ``ttft``."""
+        """A percentile of ``tpot`` or ``ttft`` over the answered requests of all runs together."""
         names = class_names([self]) if name is None else [name]
         values = np.concatenate([np.zeros(0), *(self.pooled(n, key) for n in names)])
         finite = values[np.isfinite(values)]
@@ -61,7 +61,7 @@ class Group:
 
 
 def _mean(values: Iterable[Any]) -> float | None:
-    """Of those that are numbers; None without any."""
+    """The mean of those values that are numbers; None if there are none."""
     known = [float(v) for v in values if isinstance(v, int | float)]
     return statistics.fmean(known) if known else None
 

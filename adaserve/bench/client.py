@@ -27,7 +27,7 @@ class Ask:
     slo_class: str | None = None
     slo_tpot_ms: float | None = None
     json_schema: str | None = None
-    stated_max_tokens: int | None = None  # more than ``tokens``, which only a server of a replay is told
+    stated_max_tokens: int | None = None  # a looser bound to state; a replaying server is told ``tokens``
 
     def plain(self) -> Ask:
         """The same without an SLO, for servers without AdaServe."""

@@ -30,7 +30,7 @@ from adaserve.terminal import say
 PLAIN = "none"
 TURN_OVERHEAD_S = 5.0  # a first guess: the load generator's start, and the last answers
 TEMPERATURE = 0.8
-"""Of all classes, as in sweeps: what a small model writes greedily repeats itself, and drafts guess that."""
+"""For all classes, as in sweeps: a small model's greedy output repeats itself, which drafts guess easily."""
 UTILIZATION = 0.55
 """Share of the time that plain decoding, four requests at once, would be busy with the traffic."""
 
@@ -84,7 +84,7 @@ def _introduce(console: Console, seconds: float, policy: str) -> None:
 
 
 def _traffic(server: ServerProcess, seconds: float, rps: float | None) -> BenchConfig:
-    """Coding, chat and summarization requests on held-out text, at a rate that this host can bear."""
+    """Coding, chat and summarization requests on held-out text, at a rate that this host can serve."""
     state = server.report()
     if rps is None:
         rps = _bearable_rps(LatencyModel.from_json(state["latency"]), default_classes())

@@ -41,7 +41,7 @@ class HostContention:
 
     @property
     def share(self) -> float:
-        """Of the processors that we may use, 0 to 1."""
+        """What others took, as a share of the processors that we may use, 0 to 1."""
         return self.cpu_s / self.allowed_s if self.allowed_s else 0.0
 
 

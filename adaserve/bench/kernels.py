@@ -1,7 +1,7 @@
 """`adaserve bench kernels`: what forwards cost here by tokens and by context, against what memory allows.
 
-The sets of kernels are timed in turn and compared by the median of the ratios of neighbors: a busy minute
-hits all alike.
+With another folder of sources, old and new kernels are timed in turn and compared by the median of the ratios
+within a round, so a busy minute slows down both alike.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def forward_calls(kernels: Kernels, shape: Shape, case: Case) -> dict[str, Calla
 
 
 def in_turns(calls: Mapping[Key, Callable[[], object]], rounds: int) -> dict[Key, list[float]]:
-    """Seconds of every call, round by round. The first round does not count; each begins where the last one
-    ended."""
+    """Seconds of every call, round by round. The first round does not count; every other one runs in reverse
+    order."""
     taken: dict[Key, list[float]] = {name: [] for name in calls}
     order = list(calls)
     for number in range(rounds + 1):
@@ -231,13 +231,13 @@ def _product_table(plan: KernelPlan, products: dict[Storage, list[Row]]) -> str:
 
 
 def kv_bytes(shape: Shape, context: int) -> int:
-    """Of the fp32 keys and values of that many tokens."""
+    """Bytes that the fp32 keys and values of ``context`` tokens take."""
     return 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim * context
 
 
 def require_memory(kv: int) -> None:
-    """Raises UserError where so many bytes of keys and values, and a quarter of that for what comes with
-    them, do not fit into the memory that is free: Linux would end this program, or others."""
+    """Raises UserError if ``kv`` bytes of keys and values, and a quarter more for what comes with them, do
+    not fit into free memory: Linux would end this program, or others."""
     free = min(psutil.virtual_memory().available, usable_memory())
     if kv * 5 // 4 > free:
         raise UserError(

@@ -25,8 +25,8 @@ def held_out(seed: int) -> list[str]:
 
 
 def that_loop_least(outputs: Sequence[Sequence[int]], least: int = LEAST) -> list[int]:
-    """Places of the outputs that do not loop, in order. Where these are fewer than ``least``, so many that
-    loop least."""
+    """Indices of the outputs that do not loop, in order; if these are fewer than ``least``, those of the
+    ``least`` outputs that loop least."""
     shares = [distinct_share(tokens) for tokens in outputs]
     usable = max(least, sum(share >= DISTINCT for share in shares))
     return sorted(sorted(range(len(shares)), key=lambda k: -shares[k])[:usable])

@@ -38,7 +38,7 @@ class Trees:
 
 
 class Drafter(Protocol):
-    """Whoever draws up trees; what it holds of a text is opaque."""
+    """What drafts trees. What it keeps about a text (``held``) is its own business."""
 
     def after(self, tokens: Tensor) -> Tensor:
         """Logits [rows, length, vocab] for what follows each of ``tokens`` [rows, length], -inf for tokens
@@ -46,7 +46,8 @@ class Drafter(Protocol):
         ...
 
     def begin(self, contexts: Tensor, depth: int) -> tuple[Tensor, Any]:
-        """Reads [n, length] tokens; logits [n, vocab] for what follows, and what it holds of them."""
+        """Reads [n, length] tokens; returns logits [n, vocab] for what follows, and what it keeps about
+        them."""
         ...
 
     def grow(self, held: Any, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Any]:

@@ -286,7 +286,7 @@ _COLUMNS = {
     "accepted_w3": "w=3",
     "accepted_w3_without_noise": "w=3, noise unknown",
 }
-"""Of the table of accepted tokens: names in a report, and titles that fit into 80 columns."""
+"""Columns of the table of accepted tokens: names in a report, and titles that fit into 80 columns."""
 
 
 def _print_report(report: dict[str, Any]) -> None:

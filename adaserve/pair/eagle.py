@@ -34,7 +34,7 @@ class HeadShape:
     kv_heads: int = HEAD_KV_HEADS
 
     def over(self, target: Shape) -> Shape:
-        """Of the head's layer and output matrix."""
+        """The shape of the head's layer and output matrix."""
         return replace(
             target,
             vocab=self.vocab,
@@ -61,7 +61,7 @@ class HeadShape:
                 )
 
     def parameters(self, target: Shape) -> int:
-        """Of the whole head, whose embedding is the target's."""
+        """How many the whole head has; the embedding is the target's and does not count."""
         own = self.over(target)
         one_table = replace(own, tied=True).parameters
         read_besides = own.hidden * own.head_dim * (own.heads + 2 * own.kv_heads)
@@ -246,7 +246,7 @@ def head_config(shape: HeadShape, target: Shape) -> dict[str, Any]:
 
 
 def head_shape_of(config: dict[str, Any]) -> HeadShape:
-    """Of a ``config.json`` like that."""
+    """The shape that ``head_config`` was made from."""
     return HeadShape(
         tuple(i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
         config["draft_vocab_size"],

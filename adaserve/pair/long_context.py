@@ -18,7 +18,7 @@ from adaserve.pair.prompts import load_prompts
 from adaserve.pair.vocabulary import BOS_ID
 
 CATEGORIES = ("coding", "summarization")
-"""Of the shipped prompts, those that are long texts when put one after the other."""
+"""Categories of the shipped prompts that make long texts when put one after the other."""
 
 
 def long_prompts(tokenizer: Tokenizer, category: str, rows: int, length: int) -> Tensor:

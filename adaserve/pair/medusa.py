@@ -54,7 +54,7 @@ class MedusaBlocks(nn.Module):
 
     @classmethod
     def of(cls, heads: MedusaHeads, target: TinyLlama) -> MedusaBlocks:
-        """From published ones without LM heads."""
+        """Made from published heads without LM heads of their own."""
         blocks = cls(target, *heads.bias.shape[:2])
         with torch.no_grad():
             for i, linear in enumerate(blocks.linears()):
@@ -63,11 +63,11 @@ class MedusaBlocks(nn.Module):
         return blocks
 
     def linears(self) -> list[nn.Linear]:
-        """Of all blocks, head by head."""
+        """Those of all blocks, head by head."""
         return [module for module in self.heads.modules() if isinstance(module, nn.Linear)]
 
     def published(self) -> MedusaHeads:
-        """In float16."""
+        """The heads in their published form, in float16."""
         weight = torch.stack([linear.weight.detach().half() for linear in self.linears()])
         bias = torch.stack([linear.bias.detach().half() for linear in self.linears()])
         shape = (self.depth, self.layers)

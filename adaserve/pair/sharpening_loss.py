@@ -13,8 +13,8 @@ _ALMOST = 1e-6
 
 
 def top_k_log_loss(logits: Tensor, wanted: Tensor, taus: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Of logits [n, vocab] divided by each of the ``taus``, where ``wanted`` [n] were the target's tokens:
-    the logarithmic loss of what they say about each of the likeliest tokens (it is wanted, it is not).
+    """The logarithmic loss, for each of the ``taus``, of what logits [n, vocab] divided by it say about each
+    of their likeliest tokens: it is the target's (``wanted`` [n]), or it is not.
 
     A wanted token that the draft does not know counts, too: what it proposed there was wrong. A cross entropy
     would have to leave it out, and be content with a draft that is too sure of itself.

@@ -20,7 +20,7 @@ STEPS = 4
 SHARPENED = 0.7
 """The temperature at which distributions are compared: what requests sample at, between greedy and 1."""
 STEP_WEIGHT = 0.8
-"""Of each step's loss, as a share of the one before: a later step is reached less often."""
+"""Weight of a step's loss over that of the step before: later steps are reached less often."""
 _MATRIX_LR, _VECTOR_LR = 0.03, 0.004
 
 

@@ -103,7 +103,7 @@ def widened_shape(shape: Shape, width: Width) -> Shape:
 
 
 def _columns(parameters: int, shape: Shape) -> int:
-    """Of the MLPs that have about so many parameters in all."""
+    """MLP width at which the MLPs of all layers have about so many parameters together."""
     return round(parameters / (3 * shape.hidden * shape.layers) / _WIDTH_STEP) * _WIDTH_STEP
 
 

@@ -85,7 +85,7 @@ class IterationSample(msgspec.Struct):
 
 
 class DraftScores(msgspec.Struct):
-    """Of the requests of one class, on average: expected accepted tokens of a chain of 4 of two drafts."""
+    """Expected accepted tokens of a chain of 4, by two drafts: means over requests of one class."""
 
     requests: int
     present: float

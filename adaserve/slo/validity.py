@@ -12,7 +12,7 @@ INTERRUPTED = "the run was interrupted"
 
 
 def invalid_reasons(sent: int, interrupted: bool, lag_p99_ms: float | None) -> list[str]:
-    """Of a run that sent so many requests; ``lag_p99_ms``: of their dispatch."""
+    """Why a run is not valid; empty if it is. ``lag_p99_ms``: the p99 of the requests' dispatch lag."""
     reasons = []
     if not sent:
         reasons.append("no request was sent")
@@ -27,7 +27,7 @@ def invalid_reasons(sent: int, interrupted: bool, lag_p99_ms: float | None) -> l
 
 
 def read_too_late(lag_p99_ms: float | None) -> list[str]:
-    """Why a run is not valid whose load generator read what arrived too late; nothing where it did not."""
+    """The same for a load generator that was too late to read what had arrived."""
     if lag_p99_ms is None or lag_p99_ms <= MAX_READ_LAG_MS:
         return []
     return [

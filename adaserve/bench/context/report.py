@@ -42,7 +42,7 @@ class Cell:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all requests together."""
+        """Of all requests together, with this mode's best tree."""
         return self.requests / self.best.plain_s * self.best.ratio
 
     def record(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Speedup:
 
 
 def speedup(target: StepCost, drafting: Drafting, n: int, length: float, depth: int) -> Speedup:
-    """Of n requests with ``length`` cached tokens each."""
+    """What chains of ``depth`` give n requests with ``length`` cached tokens each."""
     context = Context(n * length, n)
     plain, verify = forward_s(target, np.array([n, n * (depth + 1)], np.float64), context).tolist()
     read = Context(n * drafting.reads(length), n)
@@ -66,7 +66,7 @@ def speedup(target: StepCost, drafting: Drafting, n: int, length: float, depth: 
 
 
 def best(target: StepCost, drafting: Drafting, n: int, length: float, deepest: int = 8) -> Speedup:
-    """With the depth that gives most, at least 1."""
+    """The same with the depth, from 1 to ``deepest``, that gives most."""
     every = (speedup(target, drafting, n, length, depth) for depth in range(1, deepest + 1))
     return max(every, key=lambda s: s.ratio)
 

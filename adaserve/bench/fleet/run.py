@@ -43,10 +43,11 @@ LOADS = (1, 2, 4, 8)
 """Requests on the loaded replica while headroom is compared."""
 
 SAMPLES = 5
-"""Of the gauges, per load and loaded replica."""
+"""How often the gauges are read, per load and loaded replica."""
 
 SIMULATIONS = 4
-"""Of the load, whose mean counts: at some 80% they differ by up to 5 points."""
+"""How often the load is simulated; the mean counts. At attainments around 80% they differ by up to 5
+points."""
 
 SAMPLE_S = 0.5
 SETTLE_S = 1.5
@@ -78,7 +79,7 @@ class Predictions:
 
     @staticmethod
     def of(records: Sequence[RequestRecord]) -> Predictions:
-        """Of the requests whose answer says both."""
+        """Counts the requests whose answers tell both."""
         told = [r.server_slo for r in records if r.ok and r.server_slo is not None]
         pairs = [(s.get(PREDICTED), s["tpot_ms"]) for s in told]
         error = np.array([p / d - 1 for p, d in pairs if p and d], np.float64)
@@ -161,7 +162,7 @@ def _fleet(plan: FleetPlan) -> Fleet:
 
 
 def _recordings(plan: FleetPlan) -> list[Path]:
-    """Of iterations, one of each replica."""
+    """Files of recorded iterations, one for each replica."""
     return [plan.out / f"iterations-{i}.jsonl" for i in range(plan.replicas)]
 
 
@@ -186,7 +187,7 @@ def rank(
 
 
 def counted(pairs: Sequence[tuple[float, float]]) -> Ranking:
-    """Samples of headroom: of the loaded replica, and of the idle one."""
+    """``pairs``: the headroom of the loaded and of the idle replica, in each sample."""
     right = sum(loaded < idle for loaded, idle in pairs)
     ties = sum(loaded == idle for loaded, idle in pairs)
     return Ranking(len(pairs), right, ties)
@@ -261,8 +262,8 @@ def _traffic(plan: FleetPlan, url: str, baseline_ms: float) -> BenchConfig:
 
 
 def load_rows(trace: Trace, records: Sequence[RequestRecord], warmup_s: float) -> tuple[Trace, int]:
-    """The part of a trace that ``records`` tell of, without the requests by which the load test found out
-    about the server, and how many of the first rows are its warm-up."""
+    """The rows of a trace that ``records`` are about, without the requests that the load test sent to probe
+    the server; and how many of the first rows belong to its warm-up."""
     answered = [r for r in records if r.ok]
     rows = trace.rows[max(0, len(trace) - len(answered)) :]
     warm_up = sum(r.scheduled_s < warmup_s for r in answered)
@@ -270,7 +271,8 @@ def load_rows(trace: Trace, records: Sequence[RequestRecord], warmup_s: float) -
 
 
 def forget_beginning(recording: Path, size: int) -> None:
-    """Drops the first ``size`` bytes, and the line in which they end: other requests, which were no load."""
+    """Drops the first ``size`` bytes, and the line in which they end: they are about requests before the
+    load."""
     rest = recording.read_bytes()[size:]
     recording.write_bytes(rest.partition(b"\n")[2])
 

@@ -38,11 +38,11 @@ class Case:
 
     @property
     def key(self) -> tuple[str, float, str, int]:
-        """What results call it; it has one file of records."""
+        """Its name in results, which its file of records has as well."""
         return self.workload, round(self.load, 3), self.policy, self.seed
 
     def settings(self, shared: Setting) -> str:
-        """What decides the outcome, in short: two runs with the same are equal."""
+        """A hash of all that decides the outcome: two runs with the same one are equal."""
         with np.printoptions(threshold=sys.maxsize):
             text = repr((self.config, shared, self.trace.sha256))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -60,7 +60,7 @@ class Setting:
 Row = dict[str, Any]
 _ROWS = "runs.jsonl"
 COMMAND = "command.txt"
-"""What a folder of simulations begins with."""
+"""The first file that is written into a folder of simulations."""
 
 
 def run_case(
@@ -159,7 +159,7 @@ def check_same_settings(cases: list[Case], setting: Setting, out: Path | None) -
 
 
 def _known(out: Path | None) -> list[Row]:
-    """Of the cases that the folder has."""
+    """The rows that the folder holds already."""
     return read_lines(out / _ROWS) if out else []
 
 
@@ -204,7 +204,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _cell(found: tuple[float, float, int] | None, scale: float) -> str:
-    """Of ``aggregate``, times ``scale``; empty for None and for what nobody has."""
+    """What ``aggregate`` found, times ``scale``; empty if there is nothing."""
     if found is None or math.isnan(found[0]):
         return ""
     mean, half, seeds = found

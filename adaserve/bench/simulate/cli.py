@@ -42,7 +42,7 @@ console = Console(stderr=True)
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Ends the command with one line where its options cannot be meant."""
+    """Ends the command with one sentence if its options make no sense."""
     try:
         yield
     except ValueError as error:
@@ -241,7 +241,8 @@ def capacity(
 
 
 def _first_tokens(summary: dict[str, Any]) -> str:
-    """When they came, which only those who state a TTFT SLO attain by; nothing where nobody was answered."""
+    """Mean and p99 TTFT, which attainment does not tell if nobody states a TTFT SLO; empty without
+    answers."""
     if summary["mean_ttft_ms"] is None:
         return ""
     mean_s, late_s = (summary[f"{key}_ttft_ms"] / 1e3 for key in ("mean", "p99"))

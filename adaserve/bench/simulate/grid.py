@@ -65,7 +65,7 @@ class Grid:
     recorded: Path | None
 
     def prepared(self) -> tuple[list[Case], Setting]:
-        """Raises ValueError on what the options cannot mean, OSError."""
+        """The cases, and what they share. Raises ValueError if the options make no sense, OSError."""
         if min(self.loads) <= 0:
             raise ValueError("--loads must be numbers above 0")
         names = (_parts(spec)[0] for spec in self.policy)
@@ -127,7 +127,7 @@ class Grid:
 
 
 def _all_differ(what: str, labels: Iterable[str], remedy: str) -> None:
-    """Figures of equal labels would be averaged as if they were those of seeds. Raises ValueError."""
+    """Raises ValueError if two labels are equal: their figures would be averaged as if they were seeds."""
     for label, times in Counter(labels).items():
         if times > 1:
             raise ValueError(f"{times} {what} are called {label!r}: {remedy}")
@@ -173,7 +173,8 @@ def _policy_config(text: str, latency: LatencyModel) -> PolicyConfig:
 
 @cache
 def _policy_settings() -> type[Checked]:
-    """What a policy has to set, checked; the costs of forwards are those of the hardware."""
+    """Checks a policy's settings; the costs of forwards are not among them, since the hardware decides
+    those."""
     hints = get_type_hints(PolicyConfig)
     settable = {f.name: (hints[f.name], f.default) for f in fields(PolicyConfig)}
     del settable["latency"], settable["costs"]

@@ -12,7 +12,7 @@ from adaserve.slo.trace import Trace, TraceError, assign_classes
 from adaserve.slo.trace_formats import read_trace
 
 DRAWN = "synthetic:"
-"""What the name of a trace begins with that is no file."""
+"""Begins the name of a trace that is drawn and not read from a file."""
 
 
 def read_workload(spec: str, seed: int) -> Trace:
@@ -25,8 +25,8 @@ def read_workload(spec: str, seed: int) -> Trace:
 
 
 def rate_rps(spec: str, trace: Trace) -> float:
-    """Requests per second of what ``read_workload`` gave: the same for every seed, which one drawn trace is
-    not."""
+    """Requests per second of what ``read_workload`` gave. For a drawn trace, the rate that was asked for:
+    what is drawn differs by seed."""
     return _numbers(spec)[1] if spec.startswith(DRAWN) else trace.rps
 
 

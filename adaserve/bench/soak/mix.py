@@ -45,11 +45,11 @@ FLAVOURS: tuple[tuple[str, ...], ...] = (
     (*PENALTIES, "json_schema", "regex", "filters"),
     (*PENALTIES, "json_schema", "regex", "filters", "logprobs"),
 )
-"""What a block of calls does without."""
+"""Kinds of requests and settings that a block of calls goes without."""
 
 
 def piece(texts: Sequence[str], rng: random.Random) -> str:
-    """Of one of a few texts, often its beginning, so that some prompts share prefixes."""
+    """A piece of one of a few texts, often its beginning, so that some prompts share prefixes."""
     text = rng.choice(texts)
     start = rng.choice((0, 0, rng.randrange(len(text) // 2)))
     return text[start : start + rng.choice((6, 25, 60, 120, 240))].strip() or "import os"

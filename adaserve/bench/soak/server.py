@@ -42,7 +42,7 @@ ENVIRONMENT = {
 
 
 def soak_spec(folder: Path, workers: int, learn: bool, seed: int) -> ServerSpec:
-    """Of the server; writes its classes into the folder."""
+    """The server to start; writes the file with its classes into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     classes = folder / "classes.yaml"
     classes.write_text(yaml.safe_dump({"classes": CLASSES}, sort_keys=False))
@@ -98,11 +98,11 @@ class Control:
         return parse_metrics(self._client.get("/metrics").raise_for_status().text)
 
     def total(self, name: str) -> int:
-        """Of a counter, over all its labels."""
+        """The sum of a counter over all its labels."""
         return int(sum(value for (at, _), value in self.metrics().items() if at == name))
 
     def snapshot(self) -> dict[str, Any]:
-        """Of the live page; newer than this call."""
+        """What the live page shows, newer than this call."""
         time.sleep(1.1)
         return dict(self._client.get("/slo/snapshot.json").raise_for_status().json())
 

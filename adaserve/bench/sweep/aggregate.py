@@ -27,9 +27,9 @@ _OF_ITERATIONS = frozenset({"depth", "running"})
 """Counters of the servers that are means over iterations; the others are means over requests in them."""
 
 Key = tuple[int, int]
-"""Of a block: its seed, and its number."""
+"""A block: its seed, and its number."""
 THIRD = 1 / 3
-"""Systems are judged at the highest load at which the best rival still attains this."""
+"""Systems are judged at the highest load at which the best rival still has this attainment."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Block:
         return cls(*map(sum, zip(*map(astuple, blocks), strict=True)))
 
     def share(self, objective: str = "attained") -> float:
-        """Of the requests, those that met both SLOs or one."""
+        """Share of the requests that met both SLOs, or the one in ``objective``."""
         return float(getattr(self, objective)) / self.requests if self.requests else 0.0
 
     @property
@@ -118,7 +118,7 @@ class Outcome:
         return total
 
     def selection_share(self) -> float | None:
-        """Of the worker's time in decode iterations; None without a server's report."""
+        """Selection's share of the worker's time in decode iterations; None without a server's report."""
         spent = self.seconds()
         busy = sum(v for k, v in spent.items() if k != "prefill")
         return spent.get("select", 0.0) / busy if busy else None
@@ -132,8 +132,8 @@ def together(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _spreads(systems: Sequence[Mapping[Key, Block]], objective: str) -> tuple[Spread, Spread]:
-    """Of a system's share; and of what is left of it without what a block does to all systems, as in a
-    randomized complete block design (where it is not complete, of what has been played)."""
+    """How much a system's share varies over blocks; and how much of that is left without what a block does to
+    all systems, as in a randomized complete block design (of what has been played, if it is not complete)."""
     played = [blocks for blocks in systems if len(blocks) > 1]
     if not played:
         return Spread(), Spread()
@@ -295,5 +295,6 @@ def _against(mine: Outcome, rival: Outcome) -> Comparison | None:
 
 
 def _parts_off(a: FloatArray, b: FloatArray) -> FloatArray:
-    """Of the counts of two systems by block: how much more of all of one a block has than of the other."""
+    """``a``, ``b``: counts of two systems by block. How much larger a block's part of all of ``a`` is than of
+    ``b``."""
     return a / max(1.0, a.sum()) - b / max(1.0, b.sum())

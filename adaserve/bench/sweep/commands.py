@@ -116,8 +116,8 @@ def server_of(settings: Mapping[str, Mapping[str, Any]], plan: SweepPlan) -> Ser
 
 
 def _prepared(options: Options) -> tuple[Store, SweepPlan, dict[str, dict[str, Any]], ServerSpec]:
-    """Folder, plan, and the server's flags and specification. Raises SweepError, SLOError, TraceError,
-    ConfigError, ServerError where they cannot be meant, before anything starts."""
+    """Folder, plan, and the server's flags and specification. If they make no sense, raises SweepError,
+    SLOError, TraceError, ConfigError or ServerError before anything starts."""
     store = Store(options.out or new_results_dir(Path("results"), "sweep"))
     store.refuse_other()
     plan, settings = plan_of(options, store), server_settings(options, store)

@@ -19,6 +19,6 @@ class Eta:
         return self.arrivals_s + self.overhead_s
 
     def learn(self, took_s: float) -> None:
-        """Of a case that has ended."""
+        """Takes in how long a case has taken."""
         self.seen += 1
         self.overhead_s += (max(0.0, took_s - self.arrivals_s) - self.overhead_s) / self.seen

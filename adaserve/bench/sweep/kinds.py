@@ -16,7 +16,7 @@ from adaserve.bench.repetition import OF_CLASS, repetitive
 from adaserve.slo.trace import TraceRow
 
 TURNS = 3
-"""Of a conversation."""
+"""Turns of a conversation, at most."""
 LONG_TOKENS = (512, 1280)
 """Prompt tokens of a long request are drawn evenly from this range, in logarithms."""
 MAX_CONTEXT = 1792

@@ -303,7 +303,7 @@ def _stock(results: Results) -> list[str]:
 
 
 def _mean(o: Outcome, name: str, keys: Collection[Key]) -> float | None:
-    """Of a figure of blocks; None without any."""
+    """The mean of a figure over the blocks with these ``keys``; None if there are none."""
     found = [v for c in o.cases if (c["seed"], c["block"]) in keys and (v := c["all"][name]) is not None]
     return sum(found) / len(found) if found else None
 

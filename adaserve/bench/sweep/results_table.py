@@ -35,8 +35,8 @@ def fill_readme(path: Path, results: Results) -> None:
 
 
 def simulated(folder: Path) -> Simulated:
-    """Of the newest simulation beside the file, with the policies of its ``limit`` that it has not itself;
-    empty without one."""
+    """What the newest simulation in the folder found, with the policies that only its ``limit`` has; empty if
+    there is none."""
     found = sorted(folder.glob("*-simulation/paper/runs.jsonl"))
     if not found:
         return {}
@@ -106,8 +106,8 @@ def _table(results: Results, sim: Simulated) -> str:
 
 
 def _simulated_ratio(sim: Simulated, key: str) -> str:
-    """Of `priced` and of the published rules: the largest ratio to the best baseline over workloads on which
-    they miss 1% or more."""
+    """The largest ratio to the best baseline that `priced` and the published rules have, over workloads on
+    which they miss 1% or more."""
     told = []
     for policy in ("priced", "adaserve"):
         found = []
@@ -162,7 +162,7 @@ def _against_best(results: Results, at: Sequence[Point], tell: Callable[[Compari
 
 
 def _largest(results: Results, ratio: Callable[[Comparison], Interval]) -> str:
-    """Of the default policy, over all points at which it misses 1% or more."""
+    """The default policy's largest ratio, over all points at which it misses 1% or more."""
     found = []
     for point in results.points():
         o, c = results.get(point, results.default), results.against_best(point, results.default)

@@ -89,7 +89,8 @@ class Sweep:
         return not self._missing(self.plan.blocks_in_order())
 
     def _stored_head(self) -> dict[str, Any]:
-        """Of the folder that is continued. Raises SweepError where blocks could not be compared."""
+        """``sweep.json`` of a folder that is continued. Raises SweepError if its blocks and new ones could
+        not be compared."""
         head = self.store.head()
         for name, given in (("baseline_ms", self.baseline_ms), ("capacity_rps", self.capacity_rps)):
             if given is not None and given != head.get(name, given):

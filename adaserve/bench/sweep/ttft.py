@@ -33,7 +33,7 @@ TTFT_RULES: Mapping[str, TtftRule] = {
     "summarization": TtftRule(10.0, 2000.0),
 }
 OTHER_RULE = TtftRule(10.0, 1000.0)
-"""Of classes that the paper does not have and that give no ``ttft_ms`` of their own."""
+"""For classes that the paper does not have and that give no ``ttft_ms`` of their own."""
 
 
 @dataclass(frozen=True, slots=True)

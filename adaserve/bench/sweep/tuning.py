@@ -9,7 +9,7 @@ from adaserve.bench.sweep.plan import TUNING_SEED, Case, Point, SweepError
 from adaserve.bench.sweep.systems import GATE, family, with_length
 
 Lines = Mapping[str, Mapping[str, Any]]
-"""Of ``cases.jsonl``, by id."""
+"""Lines of ``cases.jsonl``, by id."""
 
 
 def chosen_length(lines: Lines, name: str, load: float, lengths: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from adaserve.slo.trace import Trace, TraceRow, assign_classes
 MAX_PROMPT_TOKENS = 768
 MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS = 8, 256
 PEAK_SHARE, PEAK_WIDTH = 0.65, 0.07
-"""Of a class's requests, how many come in its peak; the peak's standard deviation over the run."""
+"""Share of a class's requests that come in its peak; the peak's standard deviation, as a share of the run."""
 
 _ARRIVALS, _CLASSES, _LENGTHS, _PROMPTS, _KINDS = 1, 2, 3, 4, 5
 
