@@ -38,9 +38,9 @@ def _draw_one(ax: Any, chosen: Selection) -> None:
         for i, (x, y) in spots.items():
             kept = i < 0 or bool(chosen.keep[first + i])
             by_slo = i >= 0 and ranks[i] < int(chosen.slo_counts[r])
-            colour = "white" if i < 0 else "tab:blue" if by_slo else "tab:orange" if kept else "lightgrey"
+            color = "white" if i < 0 else "tab:blue" if by_slo else "tab:orange" if kept else "lightgrey"
             label = f"r{r}" if i < 0 else f"{path[i]:.2f}"
-            ax.scatter([x], [y], s=900, c=colour, edgecolors="k", zorder=2)
+            ax.scatter([x], [y], s=900, c=color, edgecolors="k", zorder=2)
             ax.text(x, y, label, ha="center", va="center", fontsize=8, color="black")
     ax.set(xlim=(-0.8, 4.8), ylim=(-5.6, 0.6))
     ax.axis("off")

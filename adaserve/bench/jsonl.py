@@ -15,7 +15,8 @@ from adaserve.slo.run_summary import RequestRecord
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """On the disk when this returns, and on a line of its own whatever was cut off before."""
+    """Appends a line. It is on the disk when this returns, and it stands alone even if the last one was cut
+    off."""
     with open(path, "a+b") as f:
         if f.tell() and (f.seek(-1, os.SEEK_END), f.read(1))[1] != b"\n":
             f.write(b"\n")
@@ -25,7 +26,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What was written; nothing where there is no file, and without lines that were cut off."""
+    """The lines of the file but those that were cut off; none if there is no file."""
     found = []
     for text in json_lines(path.read_text(encoding="utf-8")) if path.exists() else ():
         try:
@@ -36,7 +37,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_records(path: Path, records: Sequence[RequestRecord]) -> None:
-    """Gzipped, without the gaps between chunks; equal records give equal bytes."""
+    """Writes a gzipped file, without the gaps between chunks; equal records give equal bytes."""
     lines = "".join(replace(r, itl_ms=[]).to_json() + "\n" for r in records)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, gzip.compress(lines.encode(), mtime=0))

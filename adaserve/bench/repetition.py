@@ -83,7 +83,7 @@ KINDS: dict[str, Callable[[Prompt, Prompt, random.Random], str]] = {
     "json": _json,
 }
 OF_CLASS = {"coding": "edits", "chat": "turns", "summarization": "templates"}
-"""Class -> the kind that its requests are of, where all of a load test repeats itself."""
+"""Class -> kind of its requests, in a load test whose text all repeats itself."""
 
 
 def repetitive(kinds: Sequence[str], count: int, seed: int = 0) -> list[Ask]:

@@ -1,7 +1,7 @@
 """Turns documentation and source files into training text: markup that says nothing is removed.
 
-Documentation is brought to one light, Markdown-like form whatever it was written in, because a model of a
-few million parameters has no capacity to spare for four ways of underlining a heading.
+All documentation gets one light, Markdown-like form, because a model of a few million parameters has no
+capacity to spare for four ways of underlining a heading.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SIGNATURE = re.compile(r"^(\s*)\.\.\s+(?:[\w:-]+)::\s*(.*)$")
 _UNDERLINE = re.compile(r"^([=\-~^\"'`#*+.:_])\1{2,}\s*$")
 _TABLE_RULE = re.compile(r"^\s*[=+|-][=+| -]{3,}$")
 _ITEM = re.compile(r"^(?:[*+-]|#\.|\d+[.)])\s+")
-_LICENCE_WORDS = re.compile(r"copyright|licen[cs]e|all rights reserved|spdx|-\*-|vim:|^#!", re.I)
-_LICENCE_DOCSTRING = re.compile(
+_LICENSE_WORDS = re.compile(r"copyright|licen[cs]e|all rights reserved|spdx|-\*-|vim:|^#!", re.I)
+_LICENSE_DOCSTRING = re.compile(
     r'^\s*r?"""(?:(?!""").)*?(?:hereby granted|Apache License|[Rr]edistribution)(?:(?!""").)*"""', re.S
 )
 _REFERENCE = re.compile(r"^(?:\s*\.\. \[[^\]]+\]\s*)?\s*(?:[*-]\s+)?(?:<)?https?://\S+$")
@@ -101,9 +101,9 @@ def python_to_text(text: str) -> str:
     while head < len(lines) and (not lines[head].strip() or lines[head].startswith("#")):
         head += 1
     header = "\n".join(lines[:head])
-    kept = lines[head:] if _LICENCE_WORDS.search(header) else lines
+    kept = lines[head:] if _LICENSE_WORDS.search(header) else lines
     text = "\n".join(line for line in kept if not _DATE_LINE.match(line.lstrip("# ")))
-    return _LICENCE_DOCSTRING.sub("", text, count=1)
+    return _LICENSE_DOCSTRING.sub("", text, count=1)
 
 
 def unwrap(text: str) -> str:

@@ -47,7 +47,7 @@ _SKIPPED_NAMES = re.compile(
     r"(changelog|changes|authors|news|history|licen[cs]e|requirements|/tests?/|/migrations/|/locale/|_pb2|_vendor|vendored)",
     re.I,
 )
-_OTHER_LICENCES = re.compile(rb"creative ?commons|general public license|mozilla public|\b[AL]?GPL\b", re.I)
+_OTHER_LICENSES = re.compile(rb"creative ?commons|general public license|mozilla public|\b[AL]?GPL\b", re.I)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Source:
     name: str
     version: str
     sha256: str
-    licence: str
+    license: str
     copyright: str
     docs: tuple[str, ...] = ()  # glob patterns below the distribution's top folder
     code: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ def _wanted_members(source: Source, archive: Path) -> dict[str, bytes]:
             extracted = tar.extractfile(member)
             assert extracted is not None
             content = extracted.read()
-            if source.must_contain.encode() in content and not _OTHER_LICENCES.search(content):
+            if source.must_contain.encode() in content and not _OTHER_LICENSES.search(content):
                 raw[path] = content
     return raw
 
@@ -171,7 +171,7 @@ def read_stdlib() -> Iterator[Document]:
         name = path.relative_to(root).as_posix()
         if name.startswith(_SKIPPED_STDLIB) or "/tests/" in name:
             continue
-        if _OTHER_LICENCES.search(path.read_bytes()):
+        if _OTHER_LICENSES.search(path.read_bytes()):
             continue
         if name == "pydoc_data/topics.py":
             yield from _read_topics(path)

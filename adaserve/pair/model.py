@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 def most_used_columns(block: Block, mlp: int) -> tuple[Tensor, Tensor]:
     """The rows of a block's gate_up and the columns of its down that belong to the ``mlp`` columns of its MLP
-    whose weights are largest."""
+    with the largest weights."""
     gate, up = block.gate_up.weight.detach().chunk(2)
     down = block.down.weight.detach()
     use = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
@@ -86,9 +86,9 @@ class TinyLlama(nn.Module):
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, NORM_EPS)
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         nn.init.normal_(self.embed.weight, std=0.02)
         for name, weight in self.named_parameters():
             if name.endswith(("out.weight", "down.weight")):

@@ -11,7 +11,7 @@ _NEWTON_SCHULZ = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418,
                   (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))  # fmt: skip
 
 
-def orthogonalised(gradient: Tensor) -> Tensor:
+def orthogonalized(gradient: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrix, by five Newton-Schulz steps on the smaller Gram matrix."""
     wide = gradient.shape[0] <= gradient.shape[1]
     x = gradient if wide else gradient.T
@@ -23,10 +23,10 @@ def orthogonalised(gradient: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised update scaled by the matrix' shape, decoupled weight decay.
+    """Momentum, orthogonalized update scaled by the matrix' shape, decoupled weight decay.
 
     `parts` gives the row counts of matrices that are fused in one parameter (queries, keys, values; gate,
-    up): each is its own linear map and is orthogonalised alone.
+    up): each is its own linear map and is orthogonalized alone.
     """
 
     def __init__(self, params: list[tuple[nn.Parameter, list[int]]], *, lr: float) -> None:
@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
                     p.split(self.parts[id(p)]), update.split(self.parts[id(p)]), strict=True
                 ):
                     scale = max(1.0, piece.shape[0] / piece.shape[1]) ** 0.5
-                    weight.add_(orthogonalised(piece), alpha=-group["lr"] * scale)
+                    weight.add_(orthogonalized(piece), alpha=-group["lr"] * scale)
 
 
 def make_optimizers(model: nn.Module, *, matrix_lr: float, vector_lr: float) -> list[torch.optim.Optimizer]:

@@ -20,7 +20,7 @@ from adaserve.pair.folders import PACKED_NAME, PLAIN_NAME, PairError, copy_compa
 _SCALE = ".scale"
 
 
-def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [rows, columns] and float16 scales [rows]."""
     largest = weight.float().abs().amax(dim=1).clamp(min=1e-6)
     scale = (largest / 127).to(torch.float16)
@@ -28,7 +28,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(torch.int8), scale
 
 
-def dequantised(values: Tensor, scale: Tensor) -> Tensor:
+def dequantized(values: Tensor, scale: Tensor) -> Tensor:
     return (values.float() * scale.float()[:, None]).to(torch.float16)
 
 
@@ -41,7 +41,7 @@ def _pack(weights: Mapping[str, Tensor], companions: Path, out: Path) -> None:
     tensors: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if weight.ndim == 2:
-            tensors[name], tensors[name + _SCALE] = quantised(weight)
+            tensors[name], tensors[name + _SCALE] = quantized(weight)
         else:
             tensors[name] = weight.to(torch.float16) if weight.is_floating_point() else weight
     copy_companions(companions, out)
@@ -56,7 +56,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         return {name: weight for file in files for name, weight in _load(file).items()}
     stored = _load(folder / PACKED_NAME)
     return {
-        name: dequantised(weight, stored[name + _SCALE]) if name + _SCALE in stored else weight
+        name: dequantized(weight, stored[name + _SCALE]) if name + _SCALE in stored else weight
         for name, weight in stored.items()
         if not name.endswith(_SCALE)
     }

@@ -23,7 +23,7 @@ from adaserve.slo.stats import (
     RankState,
     SlowRequest,
     add_numbers,
-    bin_centre,
+    bin_center,
 )
 
 SNAPSHOT_VERSION = 3
@@ -370,11 +370,11 @@ def _percentiles(counts: Sequence[ClassCounts], name: str, length: int = 1) -> t
     bins = sorted(everything)
     table = np.array([[histogram.get(b, 0) for b in bins] for histogram in histograms], float)
     below = np.cumsum(_moving_sum(table, length), axis=1)  # [buckets, bins]
-    centres = np.array([bin_centre(b) for b in bins])
+    centers = np.array([bin_center(b) for b in bins])
 
     def percentile(p: float) -> Points:
         reached = below >= np.maximum(1.0, np.ceil(below[:, -1:] * p / 100))
-        values = centres[np.argmax(reached, axis=1)].tolist()
+        values = centers[np.argmax(reached, axis=1)].tolist()
         return [v if n else None for v, n in zip(values, below[:, -1].tolist(), strict=True)]
 
     return percentile(50), percentile(99)

@@ -152,7 +152,7 @@ def log_bin(value: float) -> int:
     return round(math.log2(max(value, _LOWEST)) * BINS_PER_OCTAVE)
 
 
-def bin_centre(key: int) -> float:
+def bin_center(key: int) -> float:
     """The inverse of ``log_bin``."""
     return float(2.0 ** (key / BINS_PER_OCTAVE))
 

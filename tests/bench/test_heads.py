@@ -92,7 +92,7 @@ def test_accepts_what_the_training_network_would(
     assert accepted > 3, "hardly anything was accepted"
 
 
-def test_ratios_are_those_of_neighbours() -> None:
+def test_ratios_are_those_of_neighbors() -> None:
     class Counting:
         def __init__(self, seconds: list[float]) -> None:
             self.left = seconds

@@ -31,7 +31,7 @@ def test_kernels_take_turns() -> None:
     assert {name: len(seconds) for name, seconds in taken.items()} == {"new": 3, "old": 3}
 
 
-def test_ratios_are_of_neighbours_and_above_one_where_the_new_kernels_are_faster() -> None:
+def test_ratios_are_of_neighbors_and_above_one_where_the_new_kernels_are_faster() -> None:
     row = kernels._row(Case(1, 64), {"new": [1.0, 2.0, 8.0], "old": [2.0, 4.0, 8.0]})
     assert row.ratio == 2.0
     assert row.ms == {"new": 2000.0, "old": 4000.0}

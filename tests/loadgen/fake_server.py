@@ -28,7 +28,7 @@ from typing import Any
 
 
 @dataclass
-class Behaviour:
+class Behavior:
     """How the fake answers. Times in ms."""
 
     first_ms: float = 20.0  # request to first chunk
@@ -60,8 +60,8 @@ class TimedReader(asyncio.StreamReader):
 
 
 class FakeServer:
-    def __init__(self, behaviour: Behaviour) -> None:
-        self.b = behaviour
+    def __init__(self, behavior: Behavior) -> None:
+        self.b = behavior
         self.log: list[dict[str, Any]] = []
         self.open = 0
         self.max_open = 0
@@ -93,8 +93,8 @@ class FakeServer:
             return self.reply(
                 writer, 200, {"log": self.log, "max_open": self.max_open, "lost": self.disconnects}
             )
-        if path == "/behaviour":
-            self.b = Behaviour(**json.loads(body))
+        if path == "/behavior":
+            self.b = Behavior(**json.loads(body))
             self.log.clear()
             return self.reply(writer, 200, {})
         if self.b.key and headers.get("authorization") != f"Bearer {self.b.key}":
@@ -220,15 +220,15 @@ def chunk(path: str, text: str, sent: int, reason: str | None, usage: dict[str, 
     return {"id": "cmpl-1", "object": "text_completion", "model": "fake", "choices": [choice]}
 
 
-async def serve(behaviour: Behaviour) -> None:
+async def serve(behavior: Behavior) -> None:
     # This process is a measuring instrument: no pauses for collections, nor for a growing file table.
     gc.disable()
     os.close(fcntl.fcntl(0, fcntl.F_DUPFD, 1000))
-    fake = FakeServer(behaviour)
+    fake = FakeServer(behavior)
     tls = None
-    if behaviour.certificate:
+    if behavior.certificate:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        tls.load_cert_chain(behaviour.certificate)
+        tls.load_cert_chain(behavior.certificate)
     server = await asyncio.get_running_loop().create_server(
         lambda: asyncio.StreamReaderProtocol(TimedReader(), fake.handle),
         "127.0.0.1",
@@ -255,10 +255,10 @@ class Fake:
 
     url: str
 
-    def set(self, **behaviour: Any) -> None:
-        """New behaviour; clears the log."""
+    def set(self, **behavior: Any) -> None:
+        """New behavior; clears the log."""
         request = urllib.request.Request(
-            self.url + "/behaviour", json.dumps(asdict(Behaviour(**behaviour))).encode(), method="POST"
+            self.url + "/behavior", json.dumps(asdict(Behavior(**behavior))).encode(), method="POST"
         )
         urllib.request.urlopen(request, timeout=10).close()
 
@@ -275,13 +275,13 @@ class Fake:
 
 
 @contextlib.contextmanager
-def running_fake(**behaviour: Any) -> Iterator[Fake]:
+def running_fake(**behavior: Any) -> Iterator[Fake]:
     """Starts the server in a process of its own."""
-    command = [sys.executable, __file__, json.dumps(behaviour)]
+    command = [sys.executable, __file__, json.dumps(behavior)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        scheme = "https" if behaviour.get("certificate") else "http"
+        scheme = "https" if behavior.get("certificate") else "http"
         yield Fake(f"{scheme}://127.0.0.1:{int(process.stdout.readline())}")
     finally:
         process.terminate()
@@ -300,4 +300,4 @@ def certificate(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Behaviour(**json.loads(sys.argv[1]))))
+    asyncio.run(serve(Behavior(**json.loads(sys.argv[1]))))

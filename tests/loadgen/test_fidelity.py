@@ -88,7 +88,7 @@ def assert_faithful(records: list[RequestRecord], log: list[dict[str, Any]]) -> 
 
 
 CASES = {
-    # name: (behaviour, requests/s, seconds, tokens)
+    # name: (behavior, requests/s, seconds, tokens)
     "1 ms, one stream": ({"token_ms": 1}, 4, 2, 200),
     "20 ms, 40 streams": ({"token_ms": 20}, 40, 3, 50),
     "several tokens per chunk": ({"token_ms": 5, "per_chunk": 4}, 20, 1.5, 81),
@@ -100,8 +100,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_times_match_what_the_server_did(case: str, tmp_path: Path) -> None:
-    behaviour, rps, duration_s, tokens = CASES[case]
-    with running_fake(**behaviour) as fake:
+    behavior, rps, duration_s, tokens = CASES[case]
+    with running_fake(**behavior) as fake:
         records = load(fake, tmp_path / "run", rps, duration_s, tokens)
         log = fake.log()
     assert len(records) == len(log) >= duration_s * rps - 1

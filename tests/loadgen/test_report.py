@@ -153,7 +153,7 @@ def test_a_timeline_shows_classes_whose_requests_lie_far_apart(tmp_path: Path) -
     (chart,) = [c for c in build_charts(group_runs([run])) if c.name == "timeline"]
     (line,) = [x for x in chart.figure.axes[0].lines if x.get_label() == "rare attainment"]
     assert np.isfinite(line.get_ydata()).sum() == 3
-    assert line.get_marker() == ".", "a point without neighbours has no line"
+    assert line.get_marker() == ".", "a point without neighbors has no line"
 
 
 def test_only_all_is_100_percent(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_notice_names_every_source() -> None:
     notice = (Path(__file__).parents[2] / "NOTICE").read_text()
     for source in load_sources():
         assert f"{source.name} {source.version}" in notice
-        assert f"{source.licence} - Copyright (c) {source.copyright}" in notice
+        assert f"{source.license} - Copyright (c) {source.copyright}" in notice
 
 
 def test_sources_are_pinned_and_permissive() -> None:
@@ -82,7 +82,7 @@ def test_sources_are_pinned_and_permissive() -> None:
     assert len({s.name for s in sources}) == len(sources)
     for source in sources:
         assert len(bytes.fromhex(source.sha256)) == 32
-        assert source.licence.split("-")[0].split()[0] in {"BSD", "MIT", "Apache", "PSF", "public"}
+        assert source.license.split("-")[0].split()[0] in {"BSD", "MIT", "Apache", "PSF", "public"}
 
 
 def test_markup_becomes_plain_text() -> None:
@@ -109,7 +109,7 @@ nobody needed it, as documentation usually is.
     assert "label" not in text and "code-block" not in text
 
 
-def test_code_keeps_its_lines_and_loses_its_licence() -> None:
+def test_code_keeps_its_lines_and_loses_its_license() -> None:
     text = python_to_text("#!/usr/bin/env python\n# Copyright 1999 Somebody\n\nimport os\n\n# why\nx = 1\n")
     assert text.strip() == "import os\n\n# why\nx = 1"
 

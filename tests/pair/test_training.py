@@ -32,7 +32,7 @@ from adaserve.pair.export import Recipe, ensure_corpus, train_pair
 from adaserve.pair.folders import MEDUSA, PACKED_NAME, PLAIN_NAME, PairError, weights_folder
 from adaserve.pair.generate import Cache, extend, generate
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
-from adaserve.pair.optimizer import orthogonalised
+from adaserve.pair.optimizer import orthogonalized
 from adaserve.pair.packed import average
 from adaserve.pair.schedule import Phase, Stage, learning_rate
 from adaserve.pair.shape import Shape
@@ -220,10 +220,10 @@ def test_held_out_loss_is_told_by_position(tmp_path: Path) -> None:
     torch.testing.assert_close(found, torch.stack(every).mean(0))
 
 
-def test_orthogonalised_updates_have_singular_values_near_one() -> None:
+def test_orthogonalized_updates_have_singular_values_near_one() -> None:
     torch.manual_seed(0)
     for size in ((16, 40), (40, 16)):
-        values = torch.linalg.svdvals(orthogonalised(torch.randn(size)))
+        values = torch.linalg.svdvals(orthogonalized(torch.randn(size)))
         assert values.min() > 0.7 and values.max() < 1.3
 
 

@@ -21,7 +21,7 @@ from adaserve.slo.stats import (
     HISTORY_S,
     PUBLISHED_AT_ONCE,
     SLOStats,
-    bin_centre,
+    bin_center,
     log_bin,
     slow_reason,
 )
@@ -357,7 +357,7 @@ def test_reasons(values: dict[str, Any], says: str) -> None:
 
 def test_ratio_bins_are_narrow() -> None:
     for ratio in (0.06, 0.5, 0.97, 1.0, 1.3, 17.0):
-        assert bin_centre(log_bin(ratio)) == pytest.approx(ratio, rel=0.016)
+        assert bin_center(log_bin(ratio)) == pytest.approx(ratio, rel=0.016)
 
 
 def test_an_objective_is_judged_by_the_requests_that_have_it() -> None:

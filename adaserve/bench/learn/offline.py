@@ -52,7 +52,7 @@ SCORED = 64
 """Held-out requests of each domain."""
 REPLAY_BYTES = 64_000_000
 WINDOW = 50
-"""Requests in a row whose worst gain is told."""
+"""The worst gain is that over so many requests in a row."""
 
 
 class ErrorsOnly(Trainer):
@@ -65,7 +65,7 @@ class ErrorsOnly(Trainer):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What differs from the default."""
+    """How a variant differs from the default."""
 
     recipe: Recipe = field(default_factory=Recipe)
     trainer: type[Trainer] = Trainer

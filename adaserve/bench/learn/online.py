@@ -36,8 +36,8 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class LearnPlan:
-    """``order``: the parts of the stream: "cpp", "cpp+law" where blocks of domains take turns, "cpp+law:512"
-    where it is not ``requests`` that a part has. They come in blocks of ``block``."""
+    """``order``: the parts of the stream, such as "cpp", "cpp+law" (blocks of two domains in turn) and
+    "cpp+law:512" (so many requests in place of ``requests``). They come in blocks of ``block``."""
 
     order: tuple[str, ...] = ("cpp", "json", "law", "cpp")
     requests: int = 256
@@ -53,7 +53,7 @@ class LearnPlan:
 
     @property
     def blocks(self) -> list[tuple[int, str]]:
-        """(part, domain) of every block. Raises ValueError for a number of requests that is none."""
+        """(part, domain) of every block. Raises ValueError for a part without requests."""
         found = []
         for part, words in enumerate(self.order):
             domains, _, number = words.partition(":")

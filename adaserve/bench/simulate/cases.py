@@ -170,7 +170,8 @@ def _key(row: Row) -> tuple[Any, ...]:
 def aggregate(
     rows: list[Row], key: str = "violations"
 ) -> dict[tuple[str, float, str], tuple[float, float, int]]:
-    """(mean, half-range over seeds, seeds) of ``key`` per workload, load, policy; nan if a seed has none."""
+    """(mean, half the range over seeds, seeds) of ``key`` by workload, load and policy; nan if a seed lacks
+    it."""
     groups: dict[tuple[str, float, str], list[float]] = {}
     for row in rows:
         groups.setdefault((row["workload"], row["load_rps"], row["policy"]), []).append(

@@ -1,4 +1,4 @@
-"""What a server does that was given no settings, as far as the simulator knows it."""
+"""A server with its default settings, as far as the simulator knows them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How the memory of one process went after the warm-up."""
+    """How the memory of one process changed after the warm-up."""
 
     role: str
     first_mib: float

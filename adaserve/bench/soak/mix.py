@@ -38,7 +38,7 @@ BLOCK = 100
 CLIENTS = 1000
 """Seeds k x CLIENTS to (k + 1) x CLIENTS - 1 are those of one soak's clients."""
 PENALTIES = ("penalties", "logit_bias", "min_new_tokens")
-FLAVOURS: tuple[tuple[str, ...], ...] = (
+FLAVORS: tuple[tuple[str, ...], ...] = (
     (),
     PENALTIES,
     (*PENALTIES, "filters"),
@@ -63,7 +63,7 @@ def greedy_cases(texts: Sequence[str], seed: int, count: int = 64) -> list[Call]
     """Greedy requests of every route and kind whose answers nothing may change."""
     rng = random.Random(seed)
     kinds = (
-        _plain, _plain, _logprobs, _penalised, _biased, _stopped, _least, _schema, _regex, _choices, _ids,
+        _plain, _plain, _logprobs, _penalized, _biased, _stopped, _least, _schema, _regex, _choices, _ids,
         _completion, _completion, _chat, _ollama,
     )  # fmt: skip
     return [replace(kinds[i % len(kinds)](piece(texts, rng), rng), case=i) for i in range(count)]
@@ -89,7 +89,7 @@ def _logprobs(text: str, rng: random.Random) -> Call:
     return replace(call, body={**call.body, "return_logprob": True, "top_logprobs_num": rng.choice((0, 3))})
 
 
-def _penalised(text: str, rng: random.Random) -> Call:
+def _penalized(text: str, rng: random.Random) -> Call:
     name, value = rng.choice(
         (("frequency_penalty", 0.7), ("presence_penalty", 1.1), ("repetition_penalty", 1.3))
     )
@@ -157,14 +157,14 @@ class Mix:
         self._rng = random.Random(seed)
         self._name = f"{seed}"
         self._texts = texts
-        self._flavours = random.Random(seed // CLIENTS)  # the same for all clients of a soak
+        self._flavors = random.Random(seed // CLIENTS)  # the same for all clients of a soak
         self._cases = cases
         self._refusals = refusals(vocab)
         self._drawn = 0
 
     def draw(self) -> Call | Conversation:
         if self._drawn % BLOCK == 0:
-            self._without = frozenset(self._flavours.choice(FLAVOURS))
+            self._without = frozenset(self._flavors.choice(FLAVORS))
         self._drawn += 1
         draw = self._rng.random()
         for share, make in (

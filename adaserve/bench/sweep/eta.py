@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Eta:
-    """All cases take equally long: their arrivals, and what came on top on average."""
+    """Expects every case to take as long as its arrivals, and what cases so far took on top on average."""
 
     arrivals_s: float
     overhead_s: float = 12.0  # a first guess

@@ -27,7 +27,7 @@ SIZES = np.array(
 
 
 def in_order(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """By arrival."""
+    """The records by their arrival."""
     return sorted(records, key=lambda r: (r.scheduled_s, int(r.id)))
 
 

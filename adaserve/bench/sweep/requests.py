@@ -36,7 +36,7 @@ def load_workload(plan: SweepPlan, point: Point | None = None) -> Workload:
 
 @dataclass(frozen=True)
 class Requests:
-    """By point, seed and block."""
+    """The requests of all blocks of a sweep."""
 
     plan: SweepPlan
     workload: Workload

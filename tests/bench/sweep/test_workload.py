@@ -1,4 +1,4 @@
-"""The requests of a point: numbers, shares, lengths, times, and what neighbours have in common."""
+"""The requests of a point: numbers, shares, lengths, times, and what neighbors have in common."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_arrivals_are_poisson() -> None:
     assert abs(gaps.std() / gaps.mean() - 1.0) < 0.1
 
 
-def test_neighbours_on_an_axis_differ_by_what_it_changes() -> None:
+def test_neighbors_on_an_axis_differ_by_what_it_changes() -> None:
     base = rows(Workload())
     assert rows(Workload(), Point(0.5, scale=0.8)) == base, "the SLO changes no request"
     shared = rows(Workload(), Point(0.5, urgent=0.9))
