@@ -15,10 +15,7 @@ from rich.console import Console
 from adaserve.bench.display import progress
 from adaserve.bench.options import counts, floats, listed, seed_list
 from adaserve.bench.simulate.options import (
-    OUTPUT,
-    PREFILLS,
     TRACE,
-    TRAFFIC,
     Baseline,
     CacheTokens,
     EosShare,
@@ -33,6 +30,9 @@ from adaserve.bench.simulate.options import (
     Seed,
     SloConfig,
     TensorParallel,
+    output_option,
+    prefill_option,
+    traffic_option,
 )
 from adaserve.commands import fail, new_folder
 
@@ -52,10 +52,7 @@ def _refusing() -> Iterator[None]:
 @app.command()
 def run(
     *,
-    trace: Annotated[
-        list[str],
-        typer.Option(metavar="TRACE", help=f"{TRACE} May be repeated."),
-    ],
+    trace: Annotated[list[str], typer.Option(metavar="TRACE", help=f"{TRACE} May be repeated.")],
     policy: Annotated[
         list[str],
         typer.Option(
@@ -66,7 +63,7 @@ def run(
         ),
     ] = ["priced"],  # noqa: B006 - typer copies it
     loads: Annotated[
-        Any, listed(floats, "Request rates, as multiples of the trace's own.", rich_help_panel=TRAFFIC)
+        Any, traffic_option("Request rates, as multiples of the trace's own.", parser=floats)
     ] = "1",
     seeds: Annotated[Any, listed(seed_list, "Seeds; x3 means 0,1,2.")] = "0",
     model: ModelName = "llama-3.1-70b",
@@ -78,46 +75,33 @@ def run(
     slo_config: SloConfig = None,
     prefill: Annotated[
         Literal["mixed", "exclusive"],
-        typer.Option(
-            metavar="NAME",
-            help="mixed: chunks of prompts share forwards with decoding, as in the artifact of the paper's "
+        prefill_option(
+            "mixed: chunks of prompts share forwards with decoding, as in the artifact of the paper's "
             "authors; exclusive: they run alone, as in AdaServe's server.",
-            rich_help_panel=PREFILLS,
+            metavar="NAME",
         ),
     ] = "mixed",
     chunk: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Largest chunk, in tokens.",
-            show_default="512, or 4096 where they run alone",
-            rich_help_panel=PREFILLS,
-        ),
+        prefill_option("Largest chunk, in tokens.", min=1, show_default="512, or 4096 where they run alone"),
     ] = None,
     order: Annotated[
         Literal["fcfs", "slack", "short", "deadline"],
-        typer.Option(
-            metavar="NAME",
-            help="Order in which prompts are prefilled: fcfs, slack, short or deadline.",
-            rich_help_panel=PREFILLS,
+        prefill_option(
+            "Order in which prompts are prefilled: fcfs, slack, short or deadline.", metavar="NAME"
         ),
     ] = "fcfs",
     gate: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            help="Start a prompt only while the tightest running SLO keeps this headroom.",
+        prefill_option(
+            "Start a prompt only while the tightest running SLO keeps this headroom.",
+            min=0,
             show_default="no gate",
-            rich_help_panel=PREFILLS,
         ),
     ] = None,
     shed: Annotated[
         bool,
-        typer.Option(
-            "--shed",
-            help="Answer 429 to requests whose TTFT SLO has passed while they waited.",
-            rich_help_panel=PREFILLS,
-        ),
+        prefill_option("Answer 429 to requests whose TTFT SLO has passed while they waited.", "--shed"),
     ] = False,
     lag: Annotated[
         bool,
@@ -127,30 +111,25 @@ def run(
     router: RouterName = "least-work",
     miscalibration: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Share by which the logits of the draft's likeliest tokens are too large.",
+        traffic_option(
+            "Share by which the logits of the draft's likeliest tokens are too large.",
+            min=0,
+            max=1,
             show_default="0.15; a recording's own with --recorded",
-            rich_help_panel=TRAFFIC,
         ),
     ] = None,
     eos_share: EosShare = 0.0,
     recorded: Annotated[
         Path | None,
-        typer.Option(
+        traffic_option(
+            "Take candidate trees, but no times, from this recording (`adaserve serve --record`).",
             metavar="FILE",
-            help="Take candidate trees, but no times, from this recording (`adaserve serve --record`).",
-            rich_help_panel=TRAFFIC,
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Results folder.", callback=new_folder, rich_help_panel=OUTPUT),
+        Path | None, output_option("Results folder.", metavar="FOLDER", callback=new_folder)
     ] = None,
-    records: Annotated[
-        bool, typer.Option(help="Also write one line per request to --out.", rich_help_panel=OUTPUT)
-    ] = True,
+    records: Annotated[bool, output_option("Also write one line per request to --out.")] = True,
 ) -> None:
     """Simulate every trace x load x policy x seed; print a table, write records and plots to --out.
 
@@ -195,10 +174,9 @@ def capacity(
     slo_config: SloConfig = None,
     recorded: Annotated[
         Path | None,
-        typer.Option(
+        traffic_option(
+            "Take acceptance and the load of the host from this recording (`adaserve serve --record`).",
             metavar="FILE",
-            help="Take acceptance and the load of the host from this recording (`adaserve serve --record`).",
-            rich_help_panel=TRAFFIC,
         ),
     ] = None,
     out: JsonFile = None,

@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from adaserve.commands import new_file
+from adaserve.commands import new_file, panel
 
-TRAFFIC, HARDWARE, PREFILLS, FLEET, OUTPUT = "Traffic", "Hardware", "Prefills", "Fleet", "Output"
-"""Groups of options."""
+traffic_option, hardware_option, prefill_option, fleet_option, output_option = map(
+    panel, ("Traffic", "Hardware", "Prefills", "Fleet", "Output")
+)
 
 TRACE = (
     "Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second. BURST is the squared "
@@ -20,68 +21,38 @@ TRACE = (
 
 OneTrace = Annotated[str, typer.Option(metavar="TRACE", help=TRACE)]
 PolicyName = Annotated[str, typer.Option(help="Scheduling policy, as in `adaserve serve`.")]
-ModelName = Annotated[
-    str,
-    typer.Option(help="Target: llama-3.1-8b, llama-3.1-70b or qwen2.5-32b.", rich_help_panel=HARDWARE),
-]
-GpuName = Annotated[str, typer.Option(help="a100, h100, h200 or l40s.", rich_help_panel=HARDWARE)]
-TensorParallel = Annotated[
-    int, typer.Option(min=1, help="GPUs per replica (tensor parallelism).", rich_help_panel=HARDWARE)
-]
+ModelName = Annotated[str, hardware_option("Target: llama-3.1-8b, llama-3.1-70b or qwen2.5-32b.")]
+GpuName = Annotated[str, hardware_option("a100, h100, h200 or l40s.")]
+TensorParallel = Annotated[int, hardware_option("GPUs per replica (tensor parallelism).", min=1)]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Latency profile written by `adaserve profile`, in place of a model and GPUs.",
-        rich_help_panel=HARDWARE,
+    hardware_option(
+        "Latency profile written by `adaserve profile`, in place of a model and GPUs.", metavar="FILE"
     ),
 ]
 CacheTokens = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        help="Tokens that the KV cache of a replica holds.",
-        show_default="from the hardware",
-        rich_help_panel=HARDWARE,
-    ),
+    hardware_option("Tokens that the KV cache of a replica holds.", min=1, show_default="from the hardware"),
 ]
-Replicas = Annotated[
-    int, typer.Option(min=1, help="Equal replicas behind the router.", rich_help_panel=FLEET)
-]
+Replicas = Annotated[int, fleet_option("Equal replicas behind the router.", min=1)]
 RouterName = Annotated[
     Literal["round-robin", "least-work", "slo"],
-    typer.Option(
-        metavar="NAME",
-        help="How requests are spread over replicas: round-robin, least-work or slo.",
-        rich_help_panel=FLEET,
-    ),
+    fleet_option("How requests are spread over replicas: round-robin, least-work or slo.", metavar="NAME"),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of every random choice.")]
 Baseline = Annotated[
     float | None,
-    typer.Option(
+    hardware_option(
+        "Milliseconds per token of an idle replica, which x_baseline SLOs multiply.",
         min=0.001,
-        help="Milliseconds per token of an idle replica, which x_baseline SLOs multiply.",
         show_default="from the hardware",
-        rich_help_panel=HARDWARE,
     ),
 ]
 SloConfig = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="YAML file with SLO classes.",
-        show_default="coding, chat, summarization",
-        rich_help_panel=TRAFFIC,
-    ),
+    traffic_option("YAML file with SLO classes.", metavar="FILE", show_default="coding, chat, summarization"),
 ]
 EosShare = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        help="Share of requests (0 to 1) that end before their output length.",
-        rich_help_panel=TRAFFIC,
-    ),
+    float, traffic_option("Share of requests (0 to 1) that end before their output length.", min=0, max=1)
 ]
 JsonFile = Annotated[Path | None, typer.Option(help="Write the result to this JSON file.", callback=new_file)]
