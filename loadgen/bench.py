@@ -236,7 +236,7 @@ def _summary(out: Path, config: BenchConfig, schedule: Schedule, why_not: str) -
 
 
 def _tail(log: str) -> str:
-    """Without what Locust says of every run, which ends with its statistics."""
+    """The last lines of a log, without those that Locust writes about every run."""
     lines = [line for line in log.splitlines() if line.strip() and " INFO " not in line]
     return "\n".join(lines[-5:]) or "it printed nothing"
 

@@ -121,7 +121,7 @@ def _objectives(text: str) -> dict[str, Any]:
 
 
 def with_tokens(config: BenchConfig, output_tokens: int | None, temperature: float | None) -> BenchConfig:
-    """The same number of output tokens for every class. Raises LoadgenError."""
+    """The same number of output tokens, and the same temperature, for every class. Raises LoadgenError."""
     changes: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     if output_tokens is not None:
         if config.trace is not None:

@@ -181,7 +181,7 @@ def _streamed(server: Endpoint, planned: PlannedRequest) -> tuple[int, bool]:
                 data = json.loads(payload)
                 event = protocol.parse_event(server.api, data, 0)
             except protocol.NOT_UNDERSTOOD:
-                continue  # the run says of each request what was not understood
+                continue  # the run reports for each request what was not understood
             if event.error is not None:
                 raise LoadgenError(f"{_refuses(planned)}: {_one_line(event.error)}")
             tokens = event.prompt_tokens or tokens

@@ -44,7 +44,7 @@ class PlannedRequest:
     turn: int = 0
     think_s: float = 0.0  # wait after the previous turn's answer
     disconnect_after: int | None = None  # hang up after this many tokens
-    answer_tokens: int | None = None  # where the answer ends before max_tokens; a server of a replay is told
+    answer_tokens: int | None = None  # where the answer ends before max_tokens; replaying servers are told
 
     @property
     def conversation(self) -> str:

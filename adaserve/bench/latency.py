@@ -59,7 +59,7 @@ class LatencyPlan:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """SGLang's, with which all of this fits into one server."""
+        """SGLang's flags with which all of this fits into one server."""
         longest = max(self.contexts)
         if not longest:
             return ()
@@ -67,7 +67,7 @@ class LatencyPlan:
         return ("--context-length", str(longest), "--max-total-tokens", str(max(65_536, slots)))
 
     def steps(self, servers: int) -> int:
-        """Batches that so many servers get, and one choice of prompts per temperature and context."""
+        """How many batches all servers get, plus one choice of prompts per temperature and context."""
         each = len(self.batches) * self.rounds * (1 + len(self.policies)) * servers
         return len(self.contexts) * len(self.temperatures) * (1 + each)
 

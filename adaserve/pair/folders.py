@@ -60,7 +60,7 @@ def copy_companions(source: Path, out: Path) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model is there: packed, or plain in one file or several. Medusa heads are none."""
+    """Whether a model is there: packed, or plain in one file or several. Medusa heads do not count."""
     return any((folder / name).exists() for name in (PACKED_NAME, PLAIN_NAME, f"{PLAIN_NAME}.index.json"))
 
 

@@ -1,4 +1,4 @@
-"""Whether a folder's earlier training run is the one that goes on there.
+"""Notes in a folder which training run it holds, so that only the same run goes on there.
 
 A run notes its settings before it does anything else, and at its end that it is finished. So a checkpoint,
 and the text that a target has written, only ever serve the run that they were made for.
@@ -18,8 +18,8 @@ Settings = Mapping[str, str | int | float | None]
 
 
 def begin(folder: Path, settings: Settings) -> None:
-    """A new run in ``folder``, or the same one once more. Raises PairError where it holds another one, or one
-    that is finished."""
+    """Begins a run in ``folder``, or goes on with it. Raises PairError if the folder holds another run, or
+    one that is finished."""
     note = folder / NAME
     if note.exists():
         found = json.loads(note.read_text())
@@ -43,7 +43,7 @@ def begin(folder: Path, settings: Settings) -> None:
 
 
 def finish(folder: Path, settings: Settings) -> None:
-    """The run is done, and what it was for is written."""
+    """Notes that the run is finished."""
     _write(folder, settings, finished=True)
 
 

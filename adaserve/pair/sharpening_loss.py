@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 WIDTH = 3
-"""Tokens after a context that are looked at, the draft's likeliest ones: trees are made of such."""
+"""How many of the draft's likeliest tokens are looked at: those that trees are made of."""
 _ALMOST = 1e-6
 
 

@@ -68,7 +68,7 @@ class SLO:
 
     @property
     def kind(self) -> str:
-        """Requests of a kind are served alike, so what one gets tells of the others."""
+        """Requests of a kind are served alike, so what one gets says what others will get."""
         return kind_of(self.slo_class, self.tpot_s)
 
 

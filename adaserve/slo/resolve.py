@@ -71,7 +71,7 @@ _LOOKS_LIKE_OURS = re.compile(r"x-(slo|llm-d-slo|adaserve)(-|$)|x-sgl-(.*-)?slo(
 SPECULATION_KEY = "adaserve_speculation"
 LEARN_KEY = "adaserve_learn"
 OWN_KEYS = ("slo_class", "slo_tpot_ms", "slo_ttft_ms", SPECULATION_KEY, LEARN_KEY)
-"""What ``custom_params`` may hold of ours. All that begins like them and is none of them is refused."""
+"""AdaServe's keys in ``custom_params``. Any other key that begins like these is refused."""
 MAX_SPECULATION = 64
 MAX_OSL = 1 << 20
 PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)
@@ -79,8 +79,8 @@ WIRE_KEY = "adaserve_slo"
 """Where the resolved SLO stands in ``custom_params`` on its way to the scheduler."""
 START_TEXT = "The capital city of France is"
 START_PARAMS = {"temperature": 0, "max_new_tokens": 8}
-"""What SGLang sends to its own server, when that starts: once for each rank. It is not counted, whoever sends
-it."""
+"""What SGLang sends to its own server when that starts, once for each rank. Such a request is not counted,
+whoever sends it."""
 
 Headers = Mapping[str, str] | Iterable[tuple[str, str]]
 T = TypeVar("T")

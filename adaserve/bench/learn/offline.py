@@ -52,7 +52,7 @@ SCORED = 64
 """Held-out requests of each domain."""
 REPLAY_BYTES = 64_000_000
 WINDOW = 50
-"""The worst gain is that over so many requests in a row."""
+"""Requests in a row over which the worst gain is taken."""
 
 
 class ErrorsOnly(Trainer):

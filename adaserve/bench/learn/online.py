@@ -37,7 +37,7 @@ SETTINGS = {
 @dataclass(frozen=True, slots=True)
 class LearnPlan:
     """``order``: the parts of the stream, such as "cpp", "cpp+law" (blocks of two domains in turn) and
-    "cpp+law:512" (so many requests in place of ``requests``). They come in blocks of ``block``."""
+    "cpp+law:512" (512 requests in place of ``requests``). They come in blocks of ``block``."""
 
     order: tuple[str, ...] = ("cpp", "json", "law", "cpp")
     requests: int = 256

@@ -63,7 +63,7 @@ class SimulatedFleet:
         return lambda n: 1.0 - violations(served(n)[warm_up:])
 
     def records(self, trace: Trace, slos: SLOConfig) -> Callable[[int], list[RequestRecord]]:
-        """The trace's requests as so many replicas would serve them.
+        """The trace's requests as replicas would serve them, by the number of replicas.
 
         The iterations of long traces are looked up, those of shorter ones played."""
         requests = self._requests(trace, slos)
@@ -113,5 +113,5 @@ class SimulatedFleet:
 
 
 def _fresh(requests: Sequence[SimRequest]) -> list[SimRequest]:
-    """Copies, since a simulation writes into its requests."""
+    """Copies of the requests, since a simulation writes into them."""
     return [replace(r) for r in requests]

@@ -59,8 +59,8 @@ def _counted(results: Results) -> Iterator[tuple[Mapping[str, Any], Mapping[str,
 def fitted_means(results: Results, kind: str | None = None) -> dict[str, float]:
     """How predictable each class is: the mean at which simulated chains accept what the engine's did.
 
-    Every block of this kind of traffic that a chain played counts, those that lengths were chosen on too; all
-    that chains played where there is none."""
+    Every block of this ``kind`` of traffic that a chain played counts, also those that lengths were chosen
+    on; if there are none, all blocks that chains played."""
     chains = [
         (Point.parse(line["point"]).kind, length, line["id"])
         for line in results.lines.values()

@@ -211,7 +211,7 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
 
     ``draft``, ``verify``: in the models' forwards of decode iterations; ``select``; ``other``: what else
     these iterations took; ``prefill``: prefill forwards of both models. ``loop_s``: mean time from the end of
-    an iteration to that of the next, prefills left out; what is more than the parts is spent outside of the
+    an iteration to that of the next, without prefills; what it has beyond the parts is spent outside the
     worker, on streaming. None without an AdaServe server."""
     if before is None or after is None:
         return None

@@ -82,7 +82,8 @@ def slo_aware(name: str) -> bool:
 
 
 def is_baseline(policy: str) -> bool:
-    """Whether it is a policy that ignores SLOs, in the simulator's tables (a bound is none)."""
+    """Whether it is a policy that ignores SLOs. The simulator's tables hold bounds, too, which are not
+    policies."""
     known = policy in policy_names() or length_of(policy) is not None
     return known and not slo_aware(policy)
 
