@@ -46,7 +46,7 @@ SCREENED = 128
 class LatencyPlan:
     """What to measure."""
 
-    policies: tuple[str, ...] = ("adaserve",)
+    policies: tuple[str, ...] = ("priced",)
     batches: tuple[int, ...] = (1, 4, 8, 16, 32)
     temperatures: tuple[float, ...] = (0.0, 0.7)
     rounds: int = 5
