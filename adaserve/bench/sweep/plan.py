@@ -26,8 +26,8 @@ PROMPT_SCALE = 0.11
 four A100s: 0.19 of 30 ms), on two CPU cores an 18th (0.8 of 14.4 ms). Shortened by that ratio, a prompt stops
 the decoding requests for as many iterations as in the paper.
 """
-
-
+_MOST = {"loads": 20, "at": 20, "shares": 1, "scales": 100, "prompt_scale": 10, "output_scale": 10}
+"""The largest values of a plan's fields; all are above 0."""
 MAX_TOKENS = 512
 """What requests state as ``max_tokens``: a loose bound, as clients give it. Answers end by themselves."""
 
@@ -113,19 +113,17 @@ class SweepPlan:
     max_tokens: int = MAX_TOKENS  # as requests state it; 0: exactly where their answers end
 
     def __post_init__(self) -> None:
-        for name, most in (("loads", 20), ("shares", 1), ("scales", 100)):
-            for value in getattr(self, name):
+        for name, most in _MOST.items():
+            given = getattr(self, name)
+            for value in given if isinstance(given, tuple) else (given,):
                 if not 0 < value <= most:
-                    raise SweepError(f"--{name}: every value must lie in (0, {most}], not {value:g}")
+                    raise SweepError(f"--{name.replace('_', '-')} must lie in (0, {most}], not {value:g}")
         self._check_axes()
         if TUNING_SEED in self.seeds:
             raise SweepError(f"seed {TUNING_SEED} is the one that lengths are chosen on: take another one")
         for name in ("axes", "policies"):
             if not getattr(self, name):
                 raise SweepError(f"--{name} is empty: give at least one value")
-        for name, most in (("at", 20), ("prompt_scale", 10), ("output_scale", 10)):
-            if not 0 < getattr(self, name) <= most:
-                raise SweepError(f"--{name.replace('_', '-')} must lie in (0, {most}]")
         for name in ("seconds", "blocks"):
             if getattr(self, name) < 1:
                 raise SweepError(f"--{name} must be at least 1")

@@ -1,8 +1,7 @@
 """Real prompts of the lengths that a workload asks for, after which the model does not repeat itself.
 
-A small model tends to loop in greedy decoding, and loops are guessed perfectly, so acceptance measured on
-them says nothing about text. So every prompt is continued once by plain decoding before a sweep, and is kept
-when its continuation is mostly distinct.
+Acceptance measured on loops says nothing about text (``adaserve.bench.prompts``). So before a sweep every
+prompt is continued once by plain decoding, and it is kept if its continuation is mostly distinct.
 """
 
 from __future__ import annotations
