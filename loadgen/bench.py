@@ -60,7 +60,7 @@ def run_bench(
     """Runs the load test to the end and returns its summary; everything is written to ``out``.
 
     Ctrl-C ends the run early: records so far are kept and the summary says that the run is not
-    valid. ``checked``: the preflight was done. Raises LoadgenError for bad input, KeyboardInterrupt where
+    valid. ``checked``: the preflight was done. Raises LoadgenError for bad input, KeyboardInterrupt if
     Ctrl-C came before there was a record."""
     console = console or Console(stderr=True)
     check_results_dir(out)
@@ -96,8 +96,8 @@ def _leave_nothing(out: Path) -> None:
 
 
 def refuse_what_ended_early(summary: Mapping[str, Any]) -> None:
-    """What ended early cannot be compared with other runs. Raises KeyboardInterrupt where the user ended it,
-    LoadgenError where it was killed."""
+    """What ended early cannot be compared with other runs. Raises KeyboardInterrupt if the user ended it,
+    LoadgenError if it was killed."""
     if INTERRUPTED in summary["invalid_reasons"]:
         raise KeyboardInterrupt
     if KILLED in summary["invalid_reasons"]:
@@ -105,7 +105,7 @@ def refuse_what_ended_early(summary: Mapping[str, Any]) -> None:
 
 
 def why_not_loaded() -> str | None:
-    """What Locust says where it cannot load the load generator, as ``run_bench`` starts it; None where it
+    """What Locust says if it cannot load the load generator, as ``run_bench`` starts it; None if it
     can."""
     try:
         done = subprocess.run(
@@ -222,7 +222,7 @@ def _note(data: Mapping[str, Any]) -> str:
 
 
 def _summary(out: Path, config: BenchConfig, schedule: Schedule, why_not: str) -> dict[str, Any] | None:
-    """The summary that Locust wrote, or one made from the records, of a run that is not valid. None where
+    """The summary that Locust wrote, or one made from the records, of a run that is not valid. None if
     there are none: then a run that was interrupted has sent nothing, whatever it has summed up."""
     path, records = out / "summary.json", out / "requests.jsonl"
     if why_not == INTERRUPTED and not (records.exists() and records.stat().st_size):
@@ -254,7 +254,7 @@ COLUMNS = (
 
 
 def class_table(summary: Mapping[str, Any]) -> Table:
-    """The outcome per class, for a terminal of 80 columns. Times in ms. Where it is narrower, names and
+    """The outcome per class, for a terminal of 80 columns. Times in ms. If it is narrower, names and
     counts of failures take several lines, because every figure stays whole. Columns without figures are left
     out."""
     rows = {escape(name): class_cells(c) for name, c in summary["by_class"].items()}

@@ -57,7 +57,7 @@ def percent(axis: Any) -> None:
 
 
 def legend(figure: Any, ax: Any, columns: int = 6) -> None:
-    """One legend below all panels, with what ``ax`` shows, in as many columns as have room. Where these are
+    """One legend below all panels, with what ``ax`` shows, in as many columns as have room. If these are
     fewer than ``columns``, the figure becomes higher, not the panels lower."""
     handles, labels = ax.get_legend_handles_labels()
     if not labels:

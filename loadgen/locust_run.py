@@ -142,7 +142,7 @@ class LocalRun:
         fire_stats(self.environment, record)
 
     def _keep(self, record: RequestRecord, line: str | None = None) -> None:
-        """Writes a record. Where that cannot be, say on a full disk, the run ends."""
+        """Writes a record. If that fails, say on a full disk, the run ends."""
         assert self.recorder is not None
         try:
             self.recorder.add(record, line)
@@ -250,7 +250,7 @@ class MasterRun(LocalRun):
 
     def stop(self) -> None:
         super().stop()
-        self.finish()  # also where a worker has not answered
+        self.finish()  # also if a worker has not answered
 
     def _send_no_more(self) -> None:
         for client in list(self._waiting):
@@ -288,7 +288,7 @@ class MasterRun(LocalRun):
             self._keep(RequestRecord.from_mapping(json.loads(line)), line)
 
     def on_done(self, client: str, read_lag: list[tuple[int, int]], stopped: bool) -> None:
-        """``stopped``: it has not sent all of its part. Where nobody here has said so, its own user did."""
+        """``stopped``: it has not sent all of its part. If nobody here has said so, its own user did."""
         if stopped and not self.reasons:
             self.reasons.append(_LOST)
         self._read_lag.merge(read_lag)

@@ -167,7 +167,7 @@ def _probe(server: Endpoint, planned: PlannedRequest) -> tuple[Endpoint, int]:
 
 
 def _streamed(server: Endpoint, planned: PlannedRequest) -> tuple[int, bool]:
-    """Prompt tokens of one streamed request, 0 where the server does not tell, and whether a chunk with
+    """Prompt tokens of one streamed request, 0 if the server does not tell, and whether a chunk with
     text told tokens."""
     tokens, events, in_chunks = 0, 0, False
     headers = protocol.slo_headers(server, planned)

@@ -36,7 +36,7 @@ class PromptStore:
 
     texts: Mapping[str, Sequence[str]]
     source: str
-    chars_per_token: Mapping[str, float]  # measured per category; CHARS_PER_TOKEN where missing
+    chars_per_token: Mapping[str, float]  # measured per category; CHARS_PER_TOKEN if missing
     tokenizer: Tokenizer | None = None
 
     def get(self, category: str, n_tokens: int, key: str) -> str:

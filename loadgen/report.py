@@ -26,7 +26,7 @@ class Group:
     runs: Sequence[Run]
 
     def parts(self, name: str | None = None) -> list[Mapping[str, Any]]:
-        """The summary of every run, or its part of one class; empty where a run does not have it."""
+        """The summary of every run, or its part of one class; empty if a run does not have it."""
         return [r.summary if name is None else r.summary["by_class"].get(name, {}) for r in self.runs]
 
     def mean(self, key: str, name: str | None = None) -> float | None:
@@ -38,7 +38,7 @@ class Group:
         return _mean(part.get("slo_attainment_by_metric", {}).get(objective) for part in self.parts(name))
 
     def error(self, key: str, name: str | None = None) -> float | None:
-        """Standard error: over seeds where there are several. That of a share is at least the one that it has
+        """Standard error: over seeds if there are several. That of a share is at least the one that it has
         if requests are independent: two seeds may agree by chance."""
         found = [p for p in self.parts(name) if isinstance(p.get(key), int | float)]
         errors = []

@@ -159,7 +159,7 @@ def _setting(config: str) -> dict[str, Any]:
 
 
 def _parsed(config: str) -> dict[str, Any]:
-    """Empty where that is no configuration."""
+    """Empty if that is no configuration."""
     try:
         data = yaml.safe_load(config)
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -161,8 +161,8 @@ def _plan(config: BenchConfig, trace: Trace, store: PromptStore) -> Schedule:
 
 
 def _judged(config: BenchConfig, slo_config: SLOConfig, trace: Trace, row: TraceRow) -> TraceRow:
-    """The row with the SLO that counts: its class's, or its own where the configuration says so or does not
-    have the class. Raises LoadgenError where there is none."""
+    """The row with the SLO that counts: its class's, or its own if the configuration says so or does not
+    have the class. Raises LoadgenError if there is none."""
     has_class = row.slo_class in config.classes
     keep_own = config.trace is not None and (config.trace.slo_from == "trace" or not has_class)
     judged = row if keep_own else replace(row, slo_tpot_ms=None, slo_x_baseline=None, slo_ttft_ms=None)

@@ -84,7 +84,7 @@ def _flip(record: RequestRecord, verdict: Mapping[str, Any]) -> Flip:
     tpot_ms = None if record.tpot_s is None else record.tpot_s * 1e3
     ttft_ms = None if record.ttft_s is None else record.ttft_s * 1e3
     # The objective on which they disagree: the one that only the side that saw a miss missed. A request that
-    # failed missed a TTFT SLO even where it had none.
+    # failed missed a TTFT SLO even if it had none.
     if record.attained:
         objective = "TTFT" if _missed_ttft(verdict) else "TPOT"
     else:

@@ -1,4 +1,4 @@
-"""What the server itself counted during a run, from its Prometheus endpoint (where it has one)."""
+"""What the server itself counted during a run, from its Prometheus endpoint (if it has one)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scrape(server: Endpoint) -> Samples:
 
 
 def server_side(before: Samples, after: Samples) -> dict[str, Any] | None:
-    """Attainment per class as the server counted it between two scrapes; None without counters, or where the
+    """Attainment per class as the server counted it between two scrapes; None without counters, or if the
     first scrape failed. A server that was started anew in between has counted from 0."""
     counts: dict[str, dict[str, dict[str, float]]] = {}
     if not before:  # what the server has counted since its start is not this run's
@@ -56,7 +56,7 @@ def server_side(before: Samples, after: Samples) -> dict[str, Any] | None:
 
 
 def learning(after: Samples) -> dict[str, dict[str, float]] | None:
-    """Class -> draft ("present", "first") -> accepted tokens of a chain of 4; None where no draft learns."""
+    """Class -> draft ("present", "first") -> accepted tokens of a chain of 4; None if no draft learns."""
     found: dict[str, dict[str, float]] = {}
     for (name, labels), value in after.items():
         if name == DRAFT_ACCEPTED:

@@ -338,7 +338,7 @@ class _Reader:
         elif event.text and record.last_token_s is not None:
             self._gaps_ms.append(round((at_s - record.last_token_s) * 1e3, 2))
         # The end-of-text token has no text: its time is that of the event with the finish reason, also
-        # where it is the whole answer.
+        # if it is the whole answer.
         record.last_token_s = at_s
         if event.text:
             record.n_chunks += 1
@@ -370,7 +370,7 @@ def _encodable(text: str | None) -> str | None:
 
 
 def _short(text: str) -> str:
-    """One line for an error message: the server's own words where it sent JSON."""
+    """One line for an error message: the server's own words if it sent JSON."""
     try:
         data = json.loads(text)
         said = protocol.parse_event("completions", data, 0).error

@@ -181,7 +181,7 @@ def _measure(
 def run_kernels(plan: KernelPlan, console: Console) -> None:
     """Measures, prints the tables and writes ``<set>.json`` and ``<set>.md`` below ``plan.out``.
 
-    Raises BuildError where the kernels cannot be compiled, and UserError where the longest context does not
+    Raises BuildError if the kernels cannot be compiled, and UserError if the longest context does not
     fit into memory.
     """
     made = provenance()

@@ -96,7 +96,7 @@ class Sample:
 
 def run_latency(specs: Mapping[str, ServerSpec], plan: LatencyPlan, path: Path, console: Console) -> None:
     """Starts a server for each kind of draft, measures, prints a table, writes JSON: of the rounds that were
-    played, whatever ended it. Raises ServerError, and PairError where there is not enough held-out text."""
+    played, whatever ended it. Raises ServerError, and PairError if there is not enough held-out text."""
     made, samples = provenance(), list[Sample]()
     for context in filter(None, plan.contexts):
         _long(plan, context)  # refused now, not when its turn comes
@@ -161,7 +161,7 @@ def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float, context:
 
 def _long(plan: LatencyPlan, context: int) -> list[Ask]:
     """Held-out texts for the largest batch, code and prose in turn, with room for an answer in the context;
-    short ones are the beginnings of long ones. Raises PairError where there is not enough text."""
+    short ones are the beginnings of long ones. Raises PairError if there is not enough text."""
     from adaserve.pair.folders import weights_folder
     from adaserve.pair.long_context import CATEGORIES, long_prompts
     from adaserve.pair.tokenizer import load_tokenizer
@@ -175,7 +175,7 @@ def _long(plan: LatencyPlan, context: int) -> list[Ask]:
 
 def _that_do_not_loop(server: ServerProcess, plan: LatencyPlan, temperature: float) -> list[Ask]:
     """Held-out code and prose after which plain decoding does not repeat itself: loops inflate acceptance.
-    Where it nearly always does, those after which it does so least; the table says how much."""
+    If it nearly always does, those after which it does so least; the table says how much."""
     candidates = [Ask(text, plan.tokens, temperature) for text in held_out(plan.seed)[:SCREENED]]
     server.set_policy(BASE)
     outputs: list[list[int]] = []

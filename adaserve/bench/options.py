@@ -79,7 +79,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def known(option: str, given: Collection[str], accepted: Collection[str]) -> None:
-    """Raises BadParameter where a list has words that the option does not know."""
+    """Raises BadParameter if a list has words that the option does not know."""
     if wrong := set(given) - set(accepted):
         raise typer.BadParameter(f"{option} accepts {', '.join(accepted)}, not {', '.join(sorted(wrong))}")
 

@@ -32,7 +32,7 @@ def running_server(
     """A server on a free port, stopped at the end; the console shows that it starts and stops.
     ``limit_s``: of the start.
 
-    Raises ServerError, also where the server stops answering meanwhile: only here it is known where its log
+    Raises ServerError, also if the server stops answering meanwhile: only here is it known where its log
     is."""
     console = console or Console(quiet=True)
     require_models(spec)

@@ -1,7 +1,7 @@
 """An EAGLE-3 head for training: one layer over the target's hidden states, unrolled over its own guesses.
 
 The head reads a token's embedding and a hidden state of the token before: the target's, projected from some
-of its layers, or its own last output where it drafts further (EAGLE-3, section 3.1).
+of its layers, or its own last output when it drafts further (EAGLE-3, section 3.1).
 """
 
 from __future__ import annotations

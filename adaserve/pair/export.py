@@ -50,9 +50,9 @@ def settle(run: Path, corpus: Path, out: Path) -> None:
 
 
 def ensure_corpus(work: Path, *, seed: int, start: Path | None = None) -> Path:
-    """The training text below `work`, in the vocabulary of the pair in `start` where there is one.
+    """The training text below `work`, in the vocabulary of the pair in `start` if there is one.
 
-    Raises PairError where that text was encoded with another vocabulary.
+    Raises PairError if that text was encoded with another vocabulary.
     """
     corpus = work / "corpus"
     if not (corpus / "train.jsonl").exists():
@@ -77,7 +77,7 @@ def _take_vocabulary(model: Path, corpus: Path) -> None:
 
 def train_pair(work: Path, recipe: Recipe) -> Path:
     """Trains below `work`; returns the folder with target/ and draft/. Goes on with a run of the same recipe
-    that was interrupted; raises PairError where another one lies there."""
+    that was interrupted; raises PairError if another one lies there."""
     corpus = ensure_corpus(work, seed=recipe.seed, start=recipe.start)
     out, pair = work / "runs" / "pair", work / "pair"
     if recipe.start is not None and recipe.start.resolve() == pair.resolve():
@@ -154,7 +154,7 @@ def export_heads(
 ) -> Path:
     """Trains heads of ``pair/target`` below ``work``: MEDUSA, or HEAD, an EAGLE-3 head of that shape. Returns
     the folder of their shipped form. Goes on with a run of the same settings that was interrupted; raises
-    PairError where another one lies there."""
+    PairError if another one lies there."""
     corpus, out = ensure_corpus(work, seed=seed, start=pair), work / "runs" / kind
     run = train.Run(corpus, out, minutes, seed, threads, compile=False, start=start)
     settings = {

@@ -24,7 +24,7 @@ CATEGORIES = ("coding", "summarization")
 def long_prompts(tokenizer: Tokenizer, category: str, rows: int, length: int) -> Tensor:
     """[rows, length]: held-out prompts of a category, one after the other, each begun with `begin`.
 
-    Where a row begins does not depend on the length. Raises PairError where there are too few."""
+    Where a row begins does not depend on the length. Raises PairError if there are too few."""
     ids: list[int] = []
     for prompt in load_prompts(category):
         ids += [BOS_ID, *tokenizer.encode(prompt.text, add_special_tokens=False).ids]

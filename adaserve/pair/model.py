@@ -147,7 +147,7 @@ def save_hf(model: TinyLlama, folder: Path) -> None:
 
 
 def save_checkpoint(tensors: dict[str, Tensor], config: dict[str, Any], folder: Path) -> None:
-    """Writes config.json, and the tensors in float16 where they hold no whole numbers. Raises ValueError for
+    """Writes config.json, and the tensors in float16 unless they hold whole numbers. Raises ValueError for
     weights that are too large for it."""
     halves = {n: (t.half() if t.is_floating_point() else t).detach().contiguous() for n, t in tensors.items()}
     if not all(torch.isfinite(t).all() for t in halves.values()):

@@ -45,7 +45,7 @@ def load_prompts(category: str | None = None) -> list[Prompt]:
 
 
 def distinct_share(tokens: Sequence[int]) -> float:
-    """Share of the 8-grams of a continuation that are distinct, low where it loops; 1 for shorter ones."""
+    """Share of the 8-grams of a continuation that are distinct, low if it loops; 1 for shorter ones."""
     grams = [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)]
     return len(set(grams)) / len(grams) if grams else 1.0
 

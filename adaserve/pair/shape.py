@@ -81,7 +81,7 @@ _ALIKE = (
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """Raises PairError where a model of another family says something else."""
+    """Raises PairError for a model of another family that lacks one of these figures."""
     rope = config.get("rope_parameters") or config  # as transformers writes it since 5.0, and before
     try:
         shape = Shape(

@@ -43,7 +43,7 @@ class Run:
     seed: int = 0
     threads: int = 2
     compile: bool = True
-    bf16: bool = False  # products in bfloat16: twice as fast where the CPU has AMX
+    bf16: bool = False  # products in bfloat16: twice as fast if the CPU has AMX
     matrix_lr: float = MATRIX_LR
     vector_lr: float = VECTOR_LR
     phases: tuple[Phase, ...] = FIRST.target
@@ -51,7 +51,7 @@ class Run:
 
 
 def head_run(run: Run, matrix_lr: float, vector_lr: float) -> Run:
-    """``run`` for a head, with such peak learning rates, lower where it goes on from trained weights."""
+    """``run`` for a head, with such peak learning rates, lower if it goes on from trained weights."""
     share = (FIRST if run.start is None else FURTHER).rates
     return replace(run, phases=HEAD_PHASES, matrix_lr=share * matrix_lr, vector_lr=share * vector_lr)
 

@@ -222,7 +222,7 @@ def _made(out: Path) -> Iterator[Path]:
 
 
 def _require_disk(folder: Path, needed: int) -> None:
-    # `Path.exists` raises where a folder above may not be entered.
+    # `Path.exists` raises if a folder above may not be entered.
     existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
     free = shutil.disk_usage(existing).free
     if free < needed * 1.1:

@@ -48,7 +48,7 @@ class _Noise:
 
 
 def _padded(weight: Tensor, rows: int, columns: int, noise: _Noise | None = None, inputs: int = 1) -> Tensor:
-    """The weight in the upper left corner of a larger one, which is zero or (with `noise`) random. Where it
+    """The weight in the upper left corner of a larger one, which is zero or (with `noise`) random. If it
     reads several `inputs` side by side, each has so many columns of its own."""
     out = torch.empty(rows, inputs * columns, dtype=torch.float16)
     if noise is None:
@@ -100,7 +100,7 @@ def _layer(
 
 
 def _outside_layers(source: dict[str, Tensor], old: Shape, new: Shape) -> dict[str, Tensor]:
-    """Embedding, last norm, and the output layer where new tokens need one of their own."""
+    """Embedding, last norm, and the output layer if new tokens need one of their own."""
     tensors = {name: tensor for name, tensor in source.items() if not name.startswith("model.layers.")}
     if new.hidden == old.hidden:
         return tensors

@@ -3,7 +3,7 @@
 A request lives longer than the load that it meets: by its end others have come and gone, so the state of the
 batch at its arrival says only half of it. The other half is what requests of its class got lately, whose text
 and load were like those to come. Of requests with milliseconds of their own those count that stated about as
-many; where there were none, all of them.
+many; if there were none, all of them.
 """
 
 from __future__ import annotations

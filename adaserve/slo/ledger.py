@@ -45,7 +45,7 @@ class SLOLedger:
     """Knows each request's SLO, and settles requests when they finish."""
 
     def __init__(self, baseline_s: float, stats: SLOStats, log: RequestLog | None = None) -> None:
-        # Of the unloaded server, per token. Where it changes, requests that were seen already keep their SLO.
+        # Of the unloaded server, per token. If it changes, requests that were seen already keep their SLO.
         self.baseline_s = baseline_s
         self.stats = stats
         self._log = log

@@ -1,7 +1,7 @@
 """How long the answers of a class usually are, for requests whose own bound says little.
 
 How much time a request has until its SLO is judged depends on where its answer ends. ``max_tokens`` is a
-bound, and mostly a loose one. With 512 where answers have 100 tokens, a request that is late seems to have
+bound, and mostly a loose one. If it is 512 and answers have 100 tokens, a request that is late seems to have
 all the time in the world to catch up.
 """
 
@@ -28,7 +28,7 @@ ROUNDING = 1e-9
 """Shares closer than this are the same."""
 
 UNKNOWN = 1 << 20
-"""Tokens still to come where nothing is known: more than any answer has."""
+"""Tokens still to come if nothing is known: more than any answer has."""
 
 
 class OutputLengths:

@@ -123,7 +123,7 @@ class RequestSLO:
 
     @classmethod
     def from_params(cls, custom_params: Mapping[str, Any] | None) -> RequestSLO:
-        """What ``in_params`` put there; no objectives where nothing did."""
+        """What ``in_params`` put there; no objectives if nothing did."""
         wire = (custom_params or {}).get(WIRE_KEY)
         return cls(DEFAULT_CLASS) if wire is None else cls(**wire)
 
@@ -352,7 +352,7 @@ def _in_body(params: Mapping[str, Any], nvext: Any, limits: SLOLimits) -> _Wish:
 
 
 def _part(nvext: Any, name: str, example: str) -> Mapping[str, Any]:
-    """One object of Dynamo's body field; empty where there is none."""
+    """One object of Dynamo's body field; empty if there is none."""
     part = nvext.get(name) if isinstance(nvext, Mapping) else nvext
     if part is None:
         return {}

@@ -166,7 +166,7 @@ def read_records(lines: Iterable[str]) -> Iterator[RequestRecord]:
 
 
 def distribution_ms(name: str, values_s: Iterable[float | None]) -> dict[str, float | None]:
-    """``{mean,median,p90,p95,p99}_<name>_ms`` of times in seconds; None where there are none."""
+    """``{mean,median,p90,p95,p99}_<name>_ms`` of times in seconds; None if there are none."""
     values = np.array([v for v in values_s if v is not None], float) * 1e3
     result: dict[str, float | None] = {f"mean_{name}_ms": _or_none(values.mean()) if len(values) else None}
     for p in PERCENTILES:

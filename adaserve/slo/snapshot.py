@@ -69,7 +69,7 @@ class ClassSnapshot(msgspec.Struct):
 
 
 class History(msgspec.Struct):
-    """Equally spaced points, oldest first; None where nothing happened or is known. ``t``: epoch seconds."""
+    """Equally spaced points, oldest first; None if nothing happened or is known. ``t``: epoch seconds."""
 
     t: list[float]
     goodput_tps: Points

@@ -135,7 +135,7 @@ class RankState(msgspec.Struct):
     last: IterationSample | None = None
     last_at: float = 0.0
     slow: list[SlowRequest] = []  # the last SLOW_KEPT
-    learning: DraftLearning | None = None  # where a draft learns
+    learning: DraftLearning | None = None  # if a draft learns
     stated: int = 0  # requests with an SLO of their own, since the start
     routed_without: int = 0  # requests through a router without one
     forecast: Forecast | None = None

@@ -36,7 +36,7 @@ class TraceRow:
 
     arrival_s: float  # seconds from the start of the trace, >= 0
     prompt_tokens: int
-    output_tokens: int  # generated length, or the generation cap where the trace has only that
+    output_tokens: int  # generated length, or the generation cap if the trace has only that
     slo_class: str | None = None
     slo_tpot_ms: float | None = None
     slo_x_baseline: float | None = None  # TPOT SLO as a multiple of the unloaded latency per token

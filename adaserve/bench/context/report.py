@@ -50,14 +50,14 @@ class Cell:
 
 
 def winner(cells: Sequence[Cell]) -> str:
-    """The mode with the largest speedup; "plain" where none is above 1."""
+    """The mode with the largest speedup; "plain" if none is above 1."""
     best = max(cells, key=lambda c: c.best.ratio)
     return best.mode if best.best.ratio > 1 else "plain"
 
 
 def rising_from(cells: Sequence[Cell], mode: str) -> int | None:
     """The shortest measured context from which on the mode's speedup grows with every step in requests. One
-    with a single number of requests, as where more do not fit, says nothing of that."""
+    with a single number of requests, because more do not fit, says nothing about that."""
     found = None
     mine = [c for c in cells if c.mode == mode]
     for context in sorted({c.context for c in mine}, reverse=True):

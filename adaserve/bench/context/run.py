@@ -116,7 +116,7 @@ def best_cells(
 def run_context(plan: ContextPlan, console: Console) -> None:
     """Measures, prints the table and writes ``<set>.json``, ``.md`` and ``.png`` below ``plan.out``.
 
-    Raises BuildError where the kernels cannot be compiled, and UserError where the requests with the longest
+    Raises BuildError if the kernels cannot be compiled, and UserError if the requests with the longest
     context do not fit into memory.
     """
     made = provenance()

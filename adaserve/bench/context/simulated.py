@@ -39,7 +39,7 @@ def simulate_context(
 ) -> Simulated:
     """The model's usual draft with everything and with a ``window``, and the target that drafts for itself.
 
-    Cases whose KV cache does not fit are left out. Raises ValueError where none is left, and for models and
+    Cases whose KV cache does not fit are left out. Raises ValueError if none is left, and for models and
     GPUs that are not known.
     """
     latency = hardware_latency(model, gpu, tp)

@@ -30,8 +30,8 @@ class Drafting:
     """One way to draft chains: with which model, how well, and how much of its context it reads."""
 
     name: str
-    cost: StepCost  # of the drafting model's forwards; the target's own where it drafts for itself
-    acceptance: float  # probability that a drafted token is accepted where all before it were
+    cost: StepCost  # of the drafting model's forwards; the target's own if it drafts for itself
+    acceptance: float  # probability that a drafted token is accepted if all before it were
     window: int = 0  # recent tokens that a step reads, besides SINKS; 0 = all
 
     def reads(self, length: float) -> float:

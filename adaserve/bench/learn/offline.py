@@ -110,7 +110,7 @@ class Outcome:
 
 
 def run_offline(plan: LearnPlan, variants: Sequence[str], folder: Path, console: Console) -> None:
-    """Compares the variants; JSON and a table. Raises ServerError where there are no texts of a domain."""
+    """Compares the variants; JSON and a table. Raises ServerError if there are no texts of a domain."""
     made, outcomes = provenance(), list[Outcome]()
     torch.set_num_threads(1)
     with progress(console) as bar:
@@ -330,7 +330,7 @@ def mixed_text(
 
 
 def guesses(record: Record, logits: Tensor, weight: float) -> Tensor:
-    """[n]: 1 where the draft's best token under the record's own noise is the target's, else 0."""
+    """[n]: 1 if the draft's best token under the record's own noise is the target's, else 0."""
     if record.temperature == 0:
         return (logits.argmax(-1) == sharpening_fit.served(record)).float()
     noise = sharpening_fit.noise(record, logits.shape[1])

@@ -32,7 +32,7 @@ class Texts:
     """Prompts of one domain, cut from its files; those of ``held_out`` ones from other files."""
 
     def __init__(self, domain: str, seed: int, *, held_out: bool = False) -> None:
-        """Raises ServerError where there are no such files."""
+        """Raises ServerError if there are no such files."""
         self._rng = random.Random(f"{seed} {domain}")
         texts = _shipped() if domain == HOME else self._from_files(domain)
         self._texts = [text for i, text in enumerate(texts) if (i % HELD_OUT_STEP == 0) is held_out]

@@ -144,7 +144,7 @@ def _say(progress: Callable[[int, Case], None], before: int, case: Case, arrived
 
 def check_same_settings(cases: list[Case], setting: Setting, out: Path | None) -> None:
     """Results are not overwritten, and figures of other settings not taken for those of ``cases``. Raises
-    ValueError where the folder, or the cases themselves, have a case of the same name that differs, and where
+    ValueError if the folder, or the cases themselves, have a case of the same name that differs, and if
     the folder holds anything other than simulations."""
     if out and not (out / COMMAND).exists() and (why := why_not_new(out)) is not None:
         raise ValueError(why)
@@ -240,7 +240,7 @@ def _one_place(rows: list[Row], policies: list[str]) -> str:
 
 
 def plot_violations(rows: list[Row], path: Path) -> None:
-    """Violations over load, one panel per workload (bars where each has one load); bars span the seeds."""
+    """Violations over load, one panel per workload (bars if each has one load); bars span the seeds."""
     means = aggregate(rows)
     places = list(dict.fromkeys((r["workload"], r["load_rps"]) for r in rows))
     workloads = list(dict.fromkeys(w for w, _ in places))

@@ -46,7 +46,7 @@ class SimulatedFleet:
     ) -> SimulatedFleet:
         """``recorded``: iterations of replicas, to draw trees from; if they took longer than ``latency``
         says, so will the simulated ones, and prefills take what the recorded ones did. Raises ValueError
-        where the policy is unknown, or where the recordings say too little."""
+        if the policy is unknown, or if the recordings say too little."""
         config = replace(server_defaults(policy, latency, seed, kv_tokens), router=router)
         text, slowdown = TextModel(), 1.0
         if recorded:

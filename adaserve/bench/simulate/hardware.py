@@ -11,7 +11,7 @@ from adaserve.scheduler.costs.profile import load_profile
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 
 PROFILED_CACHE = 200_000
-"""Tokens of KV cache where a profile is given: it does not say how much memory its host has."""
+"""Tokens of KV cache if a profile is given: it does not say how much memory its host has."""
 
 
 @dataclass(frozen=True, slots=True)

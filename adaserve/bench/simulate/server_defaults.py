@@ -12,7 +12,7 @@ from adaserve.scheduler.simulator.run import SimulationConfig
 
 def server_defaults(policy: str, latency: LatencyModel, seed: int, kv_tokens: int) -> SimulationConfig:
     """One replica. Trees are as deep as by default, or as the policy's chains; none stops growing early, as
-    on a CPU host. Raises ValueError where the policy is unknown."""
+    on a CPU host. Raises ValueError if the policy is unknown."""
     build_policy(policy)
     server = AdaServeConfig()
     server = server.changed(max_depth=max(server.max_depth, chain_length(policy) or 0))

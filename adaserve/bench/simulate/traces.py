@@ -17,7 +17,7 @@ DRAWN = "synthetic:"
 
 def read_workload(spec: str, seed: int) -> Trace:
     """A trace file, or ``synthetic:N:RPS[:BURST]`` (BURST: squared coefficient of variation of gaps). Rows
-    get the paper's mix where none of them has a class or SLO."""
+    get the paper's mix if none of them has a class or SLO."""
     if spec.startswith(DRAWN):
         requests, *rates = _numbers(spec)
         return synthetic_trace(int(requests), rates[0], seed, PAPER_MIX, *rates[1:])

@@ -13,7 +13,7 @@ DONE = "[DONE]"
 
 @dataclass(slots=True)
 class Choice:
-    """One generated sequence. None where the route does not say."""
+    """One generated sequence. None if the route does not say."""
 
     text: str = ""
     finish: str | None = None  # stop, length or abort

@@ -69,7 +69,7 @@ class Call:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Sampling parameters, under SGLang's names where they differ."""
+        """Sampling parameters, under SGLang's names if they differ."""
         if self.path == GENERATE:
             return dict(self.body["sampling_params"])
         given = self.body.get("options", self.body)

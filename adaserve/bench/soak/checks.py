@@ -80,7 +80,7 @@ def _fits(schema: str, text: str) -> bool:
 
 
 def differences(answer: Answer, reference: Answer) -> list[str]:
-    """Where an answer is not what the unloaded server said without speculation."""
+    """How an answer differs from what the unloaded server said without speculation."""
     if len(answer.choices) != len(reference.choices):
         return [f"{len(answer.choices)} sequences, not {len(reference.choices)}"]
     found = []

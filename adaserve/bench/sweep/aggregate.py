@@ -99,12 +99,12 @@ class Outcome:
         return {name: float(c["slo_attainment"]) for name, c in self.by_class.items()}
 
     def mean(self, name: str) -> float | None:
-        """Mean over blocks of a number in the cases' lines; None where it is missing."""
+        """Mean over blocks of a number in the cases' lines; None if it is missing."""
         found = [v for c in self.cases if isinstance(v := c.get(name), int | float)]
         return float(np.mean(found)) if found else None
 
     def served(self, name: str) -> float | None:
-        """A mean that servers counted, over all iterations of all blocks; None where none did."""
+        """A mean that servers counted, over all iterations of all blocks; None if none did."""
         found = [s for c in self.cases if (s := c.get("server")) and s.get(name) is not None]
         weights = [s["iterations"] * (1.0 if name in _OF_ITERATIONS else s["running"]) for s in found]
         return float(np.average([s[name] for s in found], weights=weights)) if found else None
@@ -230,7 +230,7 @@ class Results:
         return [p for p in dict.fromkeys(planned) if self.at(p)]
 
     def at(self, point: Point) -> dict[str, Outcome]:
-        """Systems of the plan at a point, in its order; not SGLang where it only plays beside `none`."""
+        """Systems of the plan at a point, in its order; not SGLang if it only plays beside `none`."""
         names = dict.fromkeys((*self.plan.policies, *self.plan.side_policies))
         return {n: o for n in names if (o := self.get(point, n)) is not None}
 
@@ -241,7 +241,7 @@ class Results:
         return compare(here[policy], rivals) if policy in here else None
 
     def judged(self, gated: bool = False) -> Point | None:
-        """The highest load at which the best rival still attains a third; None where no load is such."""
+        """The highest load at which the best rival still attains a third; None if no load is such."""
         best: dict[Point, float] = {}
         for _, point in self.on("load"):
             found = [o.attainment().value for n, o in self.at(point).items() if is_rival(n, gated)]
@@ -276,7 +276,7 @@ def compare(mine: Outcome, rivals: Sequence[Outcome]) -> Comparison | None:
 
 
 def _against(mine: Outcome, rival: Outcome) -> Comparison | None:
-    """On the blocks that both have; None where there are none."""
+    """On the blocks that both have; None if there are none."""
     keys = sorted(set(mine.blocks) & set(rival.blocks))
     if not keys:
         return None

@@ -73,7 +73,7 @@ def plan_of(options: Options, store: Store) -> SweepPlan:
 
 
 def trace_files(folder: Path) -> tuple[str, ...]:
-    """The traces in a folder, in order of their names. Raises SweepError where there are none."""
+    """The traces in a folder, in order of their names. Raises SweepError if there are none."""
     files = sorted(folder.iterdir()) if folder.is_dir() else ()
     found = tuple(
         str(p)

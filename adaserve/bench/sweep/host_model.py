@@ -82,7 +82,7 @@ def fitted_overhead(results: Results) -> tuple[float, float]:
     """Seconds that an iteration spends outside the models: in any case, and per running request.
 
     On a host whose cores also stream the tokens this is a large part, which a profile of forwards cannot see.
-    A straight line through the blocks, by what their servers counted; the profile's own where none did. It is
+    A straight line through the blocks, by what their servers counted; the profile's own if none did. It is
     one of repeated medians (Siegel), which a few blocks can't bend: in far overloaded ones the forwards of
     all iterations differ from those of the loops that ``loop_s`` is the mean of, since more requests run
     where prompts come in between."""
@@ -132,7 +132,7 @@ def as_served(profile: LatencyModel, results: Results) -> LatencyModel:
 
 def prefills_as_served(profile: LatencyModel, results: Results) -> StepCost | None:
     """What forwards that read prompts take, target and draft: a line through what the servers counted, and no
-    less than one token takes; None where none did. They are far larger than what `as_served` knows.
+    less than one token takes; None if none did. They are far larger than what `as_served` knows.
 
     Traces are left out: their prompts are drawn so often that many are cached, which nobody counts."""
     parts, served_s = [], []
@@ -152,7 +152,7 @@ def prefills_as_served(profile: LatencyModel, results: Results) -> StepCost | No
 
 def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
     """One factor for the start of a draft with its first step, and one for all further steps, by the blocks
-    whose drafts have the same number of steps in every iteration. Where these can't tell the two apart, as
+    whose drafts have the same number of steps in every iteration. If these can't tell the two apart, as
     when all have one number, one factor for both."""
     parts, served_s, lengths = [], [], set()
     for line, server in _counted(results):

@@ -17,7 +17,7 @@ _HIGH = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and its 90% interval; the ends are nan where one block is all there is."""
+    """A figure and its 90% interval; the ends are nan if one block is all there is."""
 
     value: float
     low: float = math.nan
@@ -32,7 +32,7 @@ class Interval:
         return Interval(value, factor * self.low, factor * self.high)
 
     def brackets(self, digits: str, scale: float = 1.0) -> str:
-        """The ends as they stand after the value; nothing where there are none."""
+        """The ends as they stand after the value; nothing if there are none."""
         if not math.isfinite(self.low):
             return ""
         # Few violations leave their ratio open; how many digits its end has says nothing.

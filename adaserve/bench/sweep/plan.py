@@ -142,17 +142,17 @@ class SweepPlan:
 
     @property
     def stated_max_tokens(self) -> int | None:
-        """``max_tokens`` of all requests; None where each has its own, exact one."""
+        """``max_tokens`` of all requests; None if each has its own, exact one."""
         return self.max_tokens or None
 
     @property
     def own_scale(self) -> float | None:
-        """The multiple of the baseline that the urgent class has anyway; None where a file decides it."""
+        """The multiple of the baseline that the urgent class has anyway; None if a file decides it."""
         return PAPER_SCALE if self.slo_config is None else None
 
     @property
     def own_share(self) -> float | None:
-        """The share of urgent requests that the workload has anyway; None where a file decides it."""
+        """The share of urgent requests that the workload has anyway; None if a file decides it."""
         return PAPER_SHARE if self.trace is None and self.slo_config is None else None
 
     def points(self, axis: str) -> list[tuple[float, Point]]:
@@ -210,13 +210,13 @@ class SweepPlan:
     @property
     def check_points(self) -> list[Point]:
         """Where `none` is compared with SGLang without speculation, which plays a block beside it: at both
-        ends of the load axis. Empty where they are not compared."""
+        ends of the load axis. Empty if they are not compared."""
         if not self.check_plain or "load" not in self.axes or PLAIN not in self.policies:
             return []
         return [Point(load) for load in sorted({min(self.loads), max(self.loads)})]
 
     def blocks_of(self, point: Point) -> int:
-        """Blocks per seed; where three classes peak in turn, each has its own."""
+        """Blocks per seed; if three classes peak in turn, each has its own."""
         return 3 * self.blocks if point.peaks else self.blocks
 
     def trace_of(self, point: Point) -> str | None:

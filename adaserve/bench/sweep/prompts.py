@@ -71,7 +71,7 @@ def screened_pool(
 ) -> tuple[PromptPool, dict[str, float]]:
     """The pool, and the share of candidates of each class whose continuation did not loop.
 
-    ``size`` shrinks the number of candidates, for sweeps of few requests. Where less than half pass, the
+    ``size`` shrinks the number of candidates, for sweeps of few requests. If less than half pass, the
     most distinct half is taken: few prompts would mostly be found in the prefix cache."""
     kept: list[ClassPrompt] = []
     shares: dict[str, float] = {}
@@ -106,7 +106,7 @@ def _candidates(workload: Workload, name: str, n: int) -> list[str]:
 
 
 def cut_to(texts: Iterable[tuple[str, int]], tokens: int) -> str:
-    """The end of as many texts as give ``tokens`` tokens, beginning at a line where one begins nearby.
+    """The end of as many texts as give ``tokens`` tokens, beginning at a line if one begins nearby.
 
     The end, since that is what a model continues."""
     parts: list[str] = []

@@ -206,7 +206,7 @@ def _intro(results: Results) -> str:
 
 
 def _rounds(head: Mapping[str, Any], name: str) -> str:
-    """The range of the rounds whose median a figure is; empty where they do not differ, or there is one."""
+    """The range of the rounds whose median a figure is; empty if they do not differ, or there is one."""
     values = sorted(set(head.get("set_up_rounds", {}).get(name, ())))
     return f" ({values[0]:.2f} to {values[-1]:.2f} while it was measured)" if len(values) > 1 else ""
 

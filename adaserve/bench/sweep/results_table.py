@@ -56,7 +56,7 @@ def simulated(folder: Path) -> Simulated:
 
 
 def _table(results: Results, sim: Simulated) -> str:
-    """In Markdown. Cells are empty where there is nothing to say."""
+    """In Markdown. Cells are empty if there is nothing to say."""
     name = results.store.folder.name
     loads = [p for _, p in results.on("load")]
     lowest, highest = loads[:1], loads[-1:]
@@ -147,7 +147,7 @@ def _range(values: Sequence[float], digits: str, unit: str = "") -> str:
 
 
 def _shown(v: Interval) -> str:
-    """A ratio of violations, or of goodput, which is nan where the rival had none."""
+    """A ratio of violations, or of goodput, which is nan if the rival had none."""
     if math.isnan(v.value):
         return "-"
     return "no violations left" if math.isinf(v.value) else f"{v.value:.2f}x{v.brackets('.2f')}"

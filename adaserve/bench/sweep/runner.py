@@ -159,7 +159,7 @@ class Sweep:
         )
 
     def _check_requests(self) -> None:
-        """Raises SweepError where blocks would have other requests or SLOs than those that were played."""
+        """Raises SweepError if blocks would have other requests or SLOs than those that were played."""
         finished, points = self.store.finished(), set[Point]()
         for case in self.plan.blocks_in_order():
             line = finished.get(case.id)

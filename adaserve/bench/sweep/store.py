@@ -37,7 +37,7 @@ class Store:
         return (self.folder / "sweep.json").is_file()
 
     def refuse_other(self) -> None:
-        """Raises SweepError where the folder holds something other than a sweep."""
+        """Raises SweepError if the folder holds something other than a sweep."""
         if not self.exists and self.folder.exists() and any(self.folder.iterdir()):
             raise SweepError(
                 f"{self.folder} holds something other than a sweep: give another folder with --out"

@@ -43,7 +43,7 @@ def setting_of(case: Case, lines: Lines, lengths: Sequence[int]) -> str:
 
 
 def chosen_text(lines: Lines) -> str:
-    """``chain: 4 at load 0.3, 2 at load 0.9; ...``, as they were played; empty where nothing was chosen."""
+    """``chain: 4 at load 0.3, 2 at load 0.9; ...``, as they were played; empty if nothing was chosen."""
     picks: dict[str, dict[float, str]] = {}
     for line in lines.values():
         if family(line["policy"]) is not None:
