@@ -1,4 +1,4 @@
-"""Runs a load test in a Locust process of its own, with a progress bar, and prints the outcome.
+"""Runs a load test in a Locust process of its own, with a progress bar; and the table of its outcome.
 
 Locust patches the standard library for gevent when it is imported, which must not happen inside a
 command that also uses asyncio: hence the separate process.

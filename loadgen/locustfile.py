@@ -1,8 +1,8 @@
 """Open-loop load with per-class SLOs: ``locust -f loadgen/locustfile.py --host http://127.0.0.1:30000``.
 
-Headless, with the web UI, with ``--processes`` or as master and workers. Options of its own:
-``--bench-config FILE`` (YAML: classes, arrivals, trace, ...), ``--results DIR``. Users and spawn rate
-do not matter: the schedule decides what is sent when.
+Headless, with the web UI, with ``--processes`` or as master and workers. Options of its own: ``--bench-config
+FILE`` (YAML: classes, arrivals, trace, ...), ``--bench-seed N``, ``--results DIR``. Users and spawn rate do
+not matter: the schedule decides what is sent when.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tab in Locust's web UI: one line per SLO class, and the records as a download."""
+"""A tab in Locust's web UI: one line per SLO class, which can be downloaded as CSV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains the embedded target (`adaserve pair train`)."""
+"""The loop of all training, and the training of the embedded target (`adaserve pair train`)."""
 
 from __future__ import annotations
 

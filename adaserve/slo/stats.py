@@ -1,7 +1,7 @@
 """What the scheduler process counts: SLO outcomes per class and the shape of each iteration.
 
 Cheap (a few microseconds per call), since it runs inside the decode loop. Numbers are kept in buckets
-of a few seconds for the last minutes; :meth:`SLOStats.state` gives them as JSON values that
+of a few seconds for the last few minutes; :meth:`SLOStats.state` gives them as JSON values that
 :mod:`adaserve.slo.snapshot` merges over data-parallel ranks.
 """
 

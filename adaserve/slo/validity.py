@@ -1,4 +1,4 @@
-"""Whether a run can be used: what makes a load test another one than it claims to be."""
+"""Whether a load test is valid: whether it offered the load that it claims, and measured it in time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A client that opens streams, says so on stdout and waits for its SIGKILL: ``killed.py PORT COUNT CLASS``.
 
-Of the standard library alone, so that it starts in a moment.
+It uses the standard library alone, so that it starts in a moment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A host as the simulator has to know it, by what its servers counted during a sweep's blocks."""
+"""The host as the simulator needs to know it, from what servers counted during a sweep's blocks."""
 
 from __future__ import annotations
 

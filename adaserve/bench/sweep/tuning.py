@@ -1,4 +1,4 @@
-"""Which length a system gets that has one to choose: what attained most on the tuning seed, load by load."""
+"""The length of systems that have one to choose: what attained most on the tuning seed, load by load."""
 
 from __future__ import annotations
 
