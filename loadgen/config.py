@@ -12,7 +12,6 @@ import yaml
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from adaserve.checked import shown
-from adaserve.host.files import why_unreadable
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.setting_types import Amount, Count, Flag, Positive, Setting, Share, Text, Whole, must
@@ -22,8 +21,8 @@ from adaserve.slo.classes import (
     SLOClass,
     SLOConfig,
     SLOError,
-    StrictLoader,
     paper_classes,
+    read_yaml,
 )
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, token
@@ -247,12 +246,7 @@ def _class(name: str, given: Any) -> Any:
 
 def load_config(path: str | Path) -> BenchConfig:
     """Reads a YAML file. Raises LoadgenError that names the file."""
-    try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), StrictLoader)
-    except (OSError, UnicodeDecodeError) as e:
-        raise LoadgenError(f"cannot read the configuration {path}: {why_unreadable(e)}") from e
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise LoadgenError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
+    data = read_yaml(path, "configuration", LoadgenError)
     try:
         return from_mapping(data or {})
     except LoadgenError as e:

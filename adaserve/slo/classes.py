@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from adaserve.checked import Checked, shown
 from adaserve.errors import UserError
+from adaserve.host.files import why_unreadable
 
 TPOT_RANGE_MS = (0.1, 60_000.0)
 TTFT_RANGE_MS = (1.0, 3_600_000.0)
@@ -55,6 +56,16 @@ class StrictLoader(yaml.SafeLoader):
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path, what: str, refusal: type[UserError]) -> Any:
+    """The contents of a file, which the error calls ``what``. Raises ``refusal``."""
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), StrictLoader)
+    except (OSError, UnicodeDecodeError) as e:
+        raise refusal(f"cannot read the {what} {path}: {why_unreadable(e)}") from e
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # no such day; endless brackets
+        raise refusal(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +208,7 @@ class SLOConfig(Checked):
               chat: {tpot_ms: 50, ttft_ms: 2000}
             limits: {own_ms: true, least_tpot_ms: 20, least_ttft_ms: 200, tenant_share: 0.5}
         """
-        try:
-            data = yaml.load(Path(path).read_text(encoding="utf-8"), StrictLoader)
-        except (OSError, UnicodeDecodeError) as e:
-            raise SLOError(f"cannot read the SLO classes in {path}: {e}") from e
-        except yaml.YAMLError as e:
-            raise SLOError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
+        data = read_yaml(path, "SLO classes in", SLOError)
         if not isinstance(data, Mapping) or "classes" not in data:
             raise SLOError(f"{path}: expected a mapping 'classes:' of names to {{tpot_ms | x_baseline, ...}}")
         try:

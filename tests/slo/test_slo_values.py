@@ -443,6 +443,8 @@ def test_config_file(tmp_path: Path) -> None:
         ("classes: {}\nlimits: {share: 0.5}", "limits: unknown setting 'share': known are own_ms"),
         ("[1]", "expected a mapping"),
         ("a: [", "not valid YAML"),
+        ("a: " + "[" * 3000, "not valid YAML"),
+        ("classes: {a: {tpot_ms: 2026-13-45}}", "not valid YAML: month"),
         ("classes:\n  a: {tpot_ms: 5}\n  a: {tpot_ms: 50}", "the key 'a' is given twice .* line 3"),
     ],
 )
