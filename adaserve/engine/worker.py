@@ -80,7 +80,8 @@ class AdaServeWorker(BaseSpecWorker):
             DraftModels(paths, server_args, gpu_id, nccl_port, target_worker) if paths else None
         )
         self._server_args = server_args
-        self._requests = Requests((server_args.random_seed, get_parallel().dp_rank or 0))
+        # The arguments have none where none was given; SGLang has then drawn one.
+        self._requests = Requests((target_worker.random_seed, get_parallel().dp_rank or 0))
 
     # -- the start ----------------------------------------------------------------------------
 

@@ -18,6 +18,19 @@ from adaserve.slo.classes import SLO
 from tests.engine.gpu.test_decode import Run
 
 
+def test_noise_is_of_the_seed_that_sglang_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arguments have none, unless one was given: all servers would draw the same."""
+    for name in ("ensure_registered", "require_supported_model", "require_own_positions", "require_windows"):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(module, "draft_paths", lambda config: ())
+    monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(dp_rank=None))
+    model = SimpleNamespace(model=None, model_config=SimpleNamespace(context_len=9))
+    worker = AdaServeWorker(
+        SimpleNamespace(random_seed=None), 0, 0, SimpleNamespace(random_seed=7, model_runner=model)
+    )
+    assert worker._requests._seed == (7, 0)
+
+
 def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outcome is read after that, and waiting for it is not the prefill's time."""
     clock = SimpleNamespace(now_s=100.0)
