@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -98,13 +99,18 @@ def tell_what_is_not_used(args: Any) -> None:
 
 def leave_graphs_to_us(args: Any, ours: AdaServeConfig) -> None:
     """SGLang cannot capture a plugin algorithm's decode graphs; ours are captured by ``GpuDevice``. Its
-    prefill graphs are captured before a head has said what it reads, and would never hand that out."""
-    given = args.cuda_graph_config
-    config = replace(given, decode=replace(given.decode, backend="disabled"))
+    prefill graphs are captured before a head has said what it reads, and would never hand that out.
+
+    What the operator has turned off, by whichever flag, is off for our graphs as well."""
+    given, asked = args.cuda_graph_config, args._cuda_graph_config_locked
+    for phase in Phase.ALL:
+        is_off = (phase, "backend") in asked and getattr(given, phase).backend == Backend.DISABLED
+        setattr(args, f"disable_{phase}_cuda_graph", is_off)
+    config = replace(given, decode=replace(given.decode, backend=Backend.DISABLED))
     path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
     kind = kind_at(path, revision, ours.draft_kind) if path else None  # refused before anything is loaded
     if ours.medusa is not None or kind in ("eagle3", "mtp"):
-        config = replace(config, prefill=replace(config.prefill, backend="disabled"))
+        config = replace(config, prefill=replace(config.prefill, backend=Backend.DISABLED))
     args.cuda_graph_config = config
 
 

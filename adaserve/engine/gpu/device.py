@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.runtime_context import get_exec
 from torch import Tensor
 
 from adaserve.checkpoints.draft_kind import HEADS
@@ -34,7 +35,6 @@ from adaserve.engine.gpu.model import Parts, SGLangCall, known_tokens
 from adaserve.engine.gpu.prompts import (
     MAX_TOKENS,
     PromptForward,
-    are_wanted,
     prompt_key,
     take_short_prompts,
 )
@@ -155,7 +155,8 @@ class GpuDevice:
         largest = largest_forward(sizes, int(table.shape[0]))
         attention, make = kernel_maker(config.attention, target, device, *largest)
         buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device)
-        capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)
+        graphs = get_exec().graph
+        capture = device.type == "cuda" and not graphs.disable_decode_cuda_graph
 
         shift = RotaryShift.of(target)
 
@@ -205,7 +206,7 @@ class GpuDevice:
             parts.warm_unread()
             parts.warm_draws(int(target.model_config.vocab_size))
             parts.warm_slots(table, most_rows)
-        if (capture or device.type == "cpu") and are_wanted(target.server_args):
+        if (capture or device.type == "cpu") and not graphs.disable_prefill_cuda_graph:
             models = zip((target, *drafts), (parts.target, *parts.drafts), strict=True)
             parts.prompts = [take_short_prompts(m, f) for m, f in models if reads_prompts(m, f)]
         if capture:

@@ -130,12 +130,6 @@ def batch_of(batch: ForwardBatch) -> TreeBatch:
     return replace(TreeBatch.causal(blank, rows_of_pool(batch), starts, q_lens), drawn=batch.input_ids)
 
 
-def are_wanted(server_args: Any) -> bool:
-    """Whether prefills may have graphs. Where a head drafts, SGLang's configuration says no for a reason that
-    ours don't have, so it is asked what was given."""
-    return not server_args.disable_prefill_cuda_graph and server_args.cuda_graph_backend_prefill != "disabled"
-
-
 def take_short_prompts(runner: Any, forward: GpuForward) -> PromptForward:
     """From now on what is returned reads short prompts for the ``ModelRunner``, and texts that ``forward`` of
     the same model is fed."""

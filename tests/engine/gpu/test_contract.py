@@ -144,6 +144,7 @@ def test_sglang_leaves_graphs_to_us(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [kind]}))
         args = SimpleNamespace(
             cuda_graph_config=given,
+            _cuda_graph_config_locked=set(),
             speculative_draft_model_path=kind and str(tmp_path),
             speculative_draft_model_revision=None,
         )
@@ -155,6 +156,25 @@ def test_sglang_leaves_graphs_to_us(tmp_path: Path) -> None:
     args.speculative_draft_model_path = str(tmp_path)
     with pytest.raises(UnsupportedError, match="draft_kind is mtp"):  # before models are loaded
         leave_graphs_to_us(args, AdaServeConfig(draft_kind="mtp"))
+
+
+@pytest.mark.parametrize("off", ["decode", "prefill"])
+def test_graphs_that_are_turned_off_are_ours_as_well(off: str) -> None:
+    """By any of SGLang's flags. What it turns off by itself (prefills of models with images) is not."""
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+    from adaserve.algorithm import leave_graphs_to_us
+
+    for asked in (set(), {(off, "backend")}):
+        args = SimpleNamespace(
+            cuda_graph_config=CudaGraphConfig(**{off: PhaseConfig(backend="disabled")}),
+            _cuda_graph_config_locked=asked,
+            speculative_draft_model_path=None,
+            speculative_draft_model_revision=None,
+        )
+        leave_graphs_to_us(args, AdaServeConfig())
+        for phase in ("decode", "prefill"):
+            assert getattr(args, f"disable_{phase}_cuda_graph") is (bool(asked) and phase == off)
 
 
 def test_which_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.gpu.device import largest_forward
 from adaserve.engine.gpu.graphs import EagerGraph
-from adaserve.engine.gpu.prompts import MAX_TOKENS, MIN_EACH, PromptForward, ShortPrompts, are_wanted
+from adaserve.engine.gpu.prompts import MAX_TOKENS, MIN_EACH, PromptForward, ShortPrompts
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import SIZES, Requests, TinyModel, device_forward
 
@@ -187,12 +187,3 @@ def test_log_probabilities_of_answers_need_no_more() -> None:
     requests = Requests([40, 12])
     lens = {"return_logprob": True, "extend_logprob_start_lens_cpu": [40, 12]}
     assert short_prompts(requests, None).can_run_graph(forward_batch(requests, [40, 12], [0, 0], **lens))
-
-
-@pytest.mark.parametrize(
-    ("off", "backend", "wanted"),
-    [(False, None, True), (False, "breakable", True), (True, None, False), (False, "disabled", False)],
-)
-def test_both_flags_turn_them_off(off: bool, backend: str | None, wanted: bool) -> None:
-    given = SimpleNamespace(disable_prefill_cuda_graph=off, cuda_graph_backend_prefill=backend)
-    assert are_wanted(given) is wanted
