@@ -44,6 +44,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         require_applied()
         settle_classes()  # before any other process is started
         config = settle_width(AdaServeConfig.load(), server_args.device)
+        let_drafts_say_how_they_are_quantized(server_args)
         refuse_unsupported(server_args, config)
         size_reserve(server_args, config)
         tell_what_is_not_used(server_args)
@@ -61,6 +62,19 @@ def settle_width(config: AdaServeConfig, device: object) -> AdaServeConfig:
         config = config.changed(max_width=GPU_WIDTH)
         config.export()
     return config
+
+
+ONLINE = ("fp8", "mxfp8", "w8a8_fp8", "bitsandbytes", "gguf")
+"""Of SGLang's ways to quantize, those that it applies to weights in 16 bits while it loads them; and GGUF, in
+which all models are read or none."""
+
+
+def let_drafts_say_how_they_are_quantized(args: Any) -> None:
+    """SGLang reads drafts in the way that --quantization names for the target, unless another one is given.
+    Most ways need a checkpoint that was made for them, and a draft seldom is."""
+    is_given = args._speculative_draft_quantization_explicitly_set
+    if not is_given and args.speculative_draft_model_quantization not in (None, *ONLINE):
+        args.speculative_draft_model_quantization = None  # as its config.json says, then
 
 
 def size_reserve(args: Any, config: AdaServeConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from uvicorn.config import LOG_LEVELS
 from adaserve.checkpoints.draft_kind import other_size, read_config
 from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig, ConfigError
-from adaserve.host.device import ATTENTION_BACKEND, on_device
+from adaserve.host.device import ATTENTION_BACKEND, NO_E4M3, on_device, reads_e4m3
 from adaserve.pair.folders import PACKED_NAME, WEIGHTS_VARIABLE
 
 CORES_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -43,8 +43,7 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
         *_of_http(args),
         *_of_engine(args),
     ]
-    if not on_device(args.device):
-        refusals += _of_cpus(args, config)
+    refusals += _of_gpus(args) if on_device(args.device) else _of_cpus(args, config)
     for is_refused, reason in refusals:
         if is_refused:
             raise ConfigError(f"--speculative-algorithm ADASERVE: {reason}")
@@ -78,6 +77,12 @@ def _of_drafts(args: Any, config: AdaServeConfig) -> Refusals:
     yield (
         config.learn and not _is_there(config.learn_device),
         f"there is no {config.learn_device} to train drafts on: give another --adaserve-learn-device",
+    )
+    asked, draft = args.speculative_draft_model_quantization, (path, args.speculative_draft_model_revision)
+    yield (
+        config.learn and bool(path) and _is_quantised([asked], draft),
+        "a quantized draft does not learn: serve one in 16 bits (beside --quantization with "
+        "--speculative-draft-model-quantization unquant), or leave --learn out",
     )
 
 
@@ -250,12 +255,20 @@ def _may_have_tokenizer(path: str) -> bool:
     return not folder.is_dir() or any(_TOKENIZER.search(file.name) for file in folder.iterdir())
 
 
+def _of_gpus(args: Any) -> Refusals:
+    """What would be refused once all models are loaded."""
+    kinds = args.kv_cache_dtype, args.speculative_draft_kv_cache_dtype
+    yield "fp8_e4m3" in kinds and not reads_e4m3(), NO_E4M3
+
+
 def _of_cpus(args: Any, config: AdaServeConfig) -> Refusals:
     """What needs a GPU."""
     from sglang.srt.utils import cpu_has_amx_support, is_host_cpu_arm64
 
+    asked = args.quantization, args.speculative_draft_model_quantization
+    models = ((args.model_path, args.revision), *_drafts(args, config))
     yield (
-        _is_quantised(args, config) and not (cpu_has_amx_support() or is_host_cpu_arm64()),
+        _is_quantised(asked, *models) and not (cpu_has_amx_support() or is_host_cpu_arm64()),
         "on CPUs SGLang reads quantized weights only with its kernels for AMX or Arm, which this host lacks: "
         "serve models in 16 or 32 bits, without --quantization and --speculative-draft-model-quantization",
     )
@@ -290,10 +303,10 @@ def _of_cpus(args: Any, config: AdaServeConfig) -> Refusals:
     )
 
 
-def _is_quantised(args: Any, config: AdaServeConfig) -> bool:
-    asked = {args.quantization, args.speculative_draft_model_quantization} - {None, "unquant"}
-    models = ((args.model_path, args.revision), *_drafts(args, config))
-    return bool(asked) or any("quantization_config" in _read(*model) for model in models)
+def _is_quantised(asked: Iterable[str | None], *models: tuple[str, str | None]) -> bool:
+    """``asked``: ways to quantize that flags name; ``models``: folders and their revisions."""
+    by_flag = bool({*asked} - {None, "unquant"})
+    return by_flag or any("quantization_config" in _read(*model) for model in models)
 
 
 def _has_cores(ranks: int) -> bool:

@@ -47,6 +47,19 @@ def on_device(device: object) -> bool:
     return str(device).startswith("cuda") or os.environ.get(DEVICE_PATH_ENV) == "1"
 
 
+NO_E4M3 = (
+    "a KV cache of fp8_e4m3 needs a GPU of the Ada generation or later (compute capability 8.9): use "
+    "--kv-cache-dtype fp8_e5m2 or bf16"
+)
+
+
+def reads_e4m3() -> bool:
+    """Whether our attention over such keys can be compiled for this host's GPU, if it has one."""
+    import torch
+
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+
+
 def is_measured() -> bool:
     """Whether clients may record torch profiles, and ask for the server's state as often as they like."""
     return os.environ.get(PROFILE_ROUTES_ENV) == "1"

@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import record_foreign_defaults, resolving_view
+from sglang.srt.arg_groups.serving_hook import handle_missing_default_values
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from adaserve.algorithm import settle_width, size_reserve, tell_what_is_not_used
+from adaserve.algorithm import (
+    let_drafts_say_how_they_are_quantized,
+    settle_width,
+    size_reserve,
+    tell_what_is_not_used,
+)
 from adaserve.config import ENV, AdaServeConfig, ConfigError
 from adaserve.engine.costs import measure
 from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
@@ -43,7 +50,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
         max_queued_requests=None, decode_log_interval=40, watchdog_timeout=300.0, model_path="target",
         tokenizer_path=None, skip_tokenizer_init=False, revision=None, speculative_draft_model_revision=None,
         context_length=None, json_model_override_args="{}", trust_remote_code=False,
-        quantization=None, speculative_draft_model_quantization=None,
+        quantization=None, speculative_draft_model_quantization=None, kv_cache_dtype="auto",
+        speculative_draft_kv_cache_dtype=None,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -196,6 +204,59 @@ def test_quantized_weights_are_refused_where_sglang_cannot_read_them(
         with monkeypatch.context() as patch:
             patch.setattr("sglang.srt.utils.cpu_has_amx_support", lambda: True)
             refuse_unsupported(arguments(**given), config)
+
+
+@pytest.mark.parametrize(
+    ("target", "asked", "loaded"),
+    [
+        (None, None, None),
+        ("fp8", None, "fp8"),
+        ("fp8", "unquant", None),
+        ("awq_marlin", None, None),
+        ("awq_marlin", "awq_marlin", "awq_marlin"),
+    ],
+)
+def test_drafts_in_16_bits_are_read_as_they_are(
+    tmp_path: Path, target: str | None, asked: str | None, loaded: str | None
+) -> None:
+    """SGLang would read them as the target, and most ways to do that need a checkpoint of their own."""
+    transformers.LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    args = ServerArgs(
+        model_path=str(tmp_path), quantization=target, speculative_draft_model_quantization=asked
+    )
+    handle_missing_default_values(args)
+    record_foreign_defaults(args, "adaserve", let_drafts_say_how_they_are_quantized)
+    draft = ModelConfig.from_server_args(args, model_path=str(tmp_path), is_draft_model=True)
+    assert draft.quantization == loaded and resolving_view(args).quantization == target
+
+
+def test_a_quantized_draft_does_not_learn(tmp_path: Path) -> None:
+    """Its weights have no room for those of a checkpoint in 16 bits. On a GPU this showed once all was
+    loaded, or for a head with the first candidate."""
+    config = AdaServeConfig(learn=True)
+    for name, quantised in (("plain", {}), ("quantised", {"quantization_config": {"quant_method": "fp8"}})):
+        transformers.LlamaConfig(**quantised).save_pretrained(tmp_path / name)
+    plain, quantised = str(tmp_path / "plain"), str(tmp_path / "quantised")
+    refuse_unsupported(arguments(speculative_draft_model_path=plain, device="cuda"), config)
+    for given in (
+        {"speculative_draft_model_path": quantised},
+        {"speculative_draft_model_path": plain, "speculative_draft_model_quantization": "fp8"},
+    ):
+        with pytest.raises(ValueError, match="a quantized draft does not learn: serve one in 16 bits"):
+            refuse_unsupported(arguments(**given, device="cuda"), config)
+        refuse_unsupported(arguments(**given, device="cuda"), AdaServeConfig())
+
+
+@pytest.mark.parametrize("of", ["kv_cache_dtype", "speculative_draft_kv_cache_dtype"])
+def test_old_gpus_read_no_cache_in_e4m3(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    config, asked = AdaServeConfig(), {of: "fp8_e4m3"}
+    refuse_unsupported(arguments(**asked, device="cuda"), config)  # without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, is_read in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        refuse_unsupported(arguments(**{of: "fp8_e5m2"}, device="cuda"), config)
+        with nullcontext() if is_read else pytest.raises(ValueError, match="needs a GPU of the Ada gen"):
+            refuse_unsupported(arguments(**asked, device="cuda"), config)
 
 
 def test_a_target_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:

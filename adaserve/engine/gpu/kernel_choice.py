@@ -16,6 +16,7 @@ from adaserve.engine.gpu.flashinfer_kernel import INT_WORKSPACE_BYTES, FlashInfe
 from adaserve.engine.gpu.flashinfer_planner import workspace_bytes
 from adaserve.engine.trees.attention import Scores
 from adaserve.errors import UnsupportedError
+from adaserve.host.device import NO_E4M3, reads_e4m3
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,8 @@ def kernel_maker(
     heads = AttentionShape.of(runner)
     if device.type != "cuda":
         return "sdpa", lambda buffers, rows, place: SdpaKernel(buffers)
-    if heads.kv_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UnsupportedError(
-            "a KV cache of fp8_e4m3 needs a GPU of the Ada generation or later (compute capability 8.9): use "
-            "--kv-cache-dtype fp8_e5m2 or bf16"
-        )
+    if heads.kv_dtype == torch.float8_e4m3fn and not reads_e4m3():  # as a checkpoint may ask
+        raise UnsupportedError(NO_E4M3)
     if setting == "flashinfer" and heads.needs_own_kernel:
         logger.warning(
             "AdaServe: FlashInfer does not serve trees with sliding windows, capped scores or a KV cache in "
