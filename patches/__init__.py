@@ -131,6 +131,7 @@ MODULES = {
         "grammar_time",
         "no_allowed_token",
         "logit_processors",
+        "repetition_penalties",
         "prefill_logprobs",
         "result_copies",
         "accept_rates",

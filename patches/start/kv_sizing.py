@@ -3,6 +3,10 @@
 Why: SGLang sizes the KV pools from what is free after all models were loaded, but adds a draft's KV to a
 token's cost for its own EAGLE and STANDALONE only. Without this hook a draft's pool, which has as many
 slots as the target's, would be allocated on top of memory that is already given away.
+
+Tensor-parallel ranks on GPUs that can multicast gather logits in a buffer of each model, which SGLang makes
+for the largest trees of all requests, in the memory that is left: 0.8 GB for each model with 128k tokens and
+64 requests of 49. So it is smaller here.
 """
 
 from __future__ import annotations
@@ -27,10 +31,15 @@ RESERVE_BYTES_PER_WORD = 6 << 10
 """For each token of the vocabulary: 512 rows of logits in fp32 in the buffer that graphs share, as many in
 the graphs' own memory, and those of the draft."""
 
+MAX_CAPTURED_TOKENS = 512
+"""Of a forward that has a graph. Logits of more are gathered by NCCL."""
+
 
 def register() -> None:
     target = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__"
     hook(target, _count_draft, HookType.AFTER)
+    gather = "sglang.srt.distributed.device_communicators.triton_symm_mem_ag.recommended_max_tokens"
+    hook(gather, lambda usual, **_: min(usual, MAX_CAPTURED_TOKENS), HookType.AFTER)
 
 
 def _count_draft(_: None, configurator: Any, kvc: Any) -> None:

@@ -54,6 +54,12 @@ TARGETS = {
     "sglang.srt.layers.dual_gemm.DualGemm._select_mode": ["self", "gate_up_proj", "hidden_size"],
     "sglang.srt.layers.sampler.apply_custom_logit_processor": ["logits", "sampling_batch_info"],
     "sglang.srt.sampling.custom_logit_processor._cache_from_str": ["json_str"],
+    "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties": [
+        "logits", "scaling_penalties",
+    ],
+    "sglang.srt.distributed.device_communicators.triton_symm_mem_ag.recommended_max_tokens": [
+        "include_prefill", "floor",
+    ],
     f"{OPENAI}.serving_base.OpenAIServingBase.handle_request": ["self", "request", "raw_request"],
     f"{OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream": [
         "self", "adapted_request", "request", "raw_request",

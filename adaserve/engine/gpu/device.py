@@ -48,6 +48,7 @@ from adaserve.engine.rotary_shift import RotaryShift
 from adaserve.engine.transfer import QueuedCopy, put
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import UnreadNodes
+from adaserve.patches.start.kv_sizing import MAX_CAPTURED_TOKENS
 
 if TYPE_CHECKING:
     from adaserve.engine.gpu.move_kernel import PathMover  # needs Triton
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CAPTURED_ROWS = 64
-MAX_CAPTURED_TOKENS = 512
-"""Largest padded sizes with a graph; larger batches run eagerly, where launches no longer matter."""
+"""Largest padded size with a graph, as ``MAX_CAPTURED_TOKENS`` of verifications; larger batches run eagerly,
+where launches no longer matter."""
 
 MEASURED_KEYS = 1 << 20
 """Cached tokens of the largest forward that is measured at start (128 requests of 4 tokens at 4096)."""

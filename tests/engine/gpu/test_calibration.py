@@ -11,9 +11,10 @@ import torch
 
 from adaserve.engine.costs import measure
 from adaserve.engine.device_timing import HostMark
-from adaserve.engine.gpu.device import MAX_CAPTURED_TOKENS, GpuDevice
+from adaserve.engine.gpu.device import GpuDevice
 from adaserve.engine.gpu.sizes import Sizes, Tiers
 from adaserve.engine.trees.batch import TreeBatch
+from adaserve.patches.start.kv_sizing import MAX_CAPTURED_TOKENS
 from tests.engine.gpu.factories import SIZES, Requests, TinyModel, device_forward
 
 
