@@ -5,7 +5,7 @@ They read and propose the same as on CPU hosts (``engine.cpu.medusa``), except t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,11 @@ from adaserve.engine.gpu.fused_levels import FusedLevels
 from adaserve.engine.gpu.model import Parts
 from adaserve.engine.gpu.sizes import SearchKey
 from adaserve.engine.hidden_states import HiddenStates, final_states
+from adaserve.engine.sources.token_map import output_matrix
 from adaserve.engine.transfer import StaticArrays
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape, tree_shape
+from adaserve.errors import UnsupportedError
 
 
 @dataclass
@@ -41,15 +43,22 @@ class _Prepared:
 class GpuMedusa:
     """``ParallelHeads`` on the hidden states of the target, which ``hidden`` keeps.
 
-    ``parts``: the target's, with graphs and sizes for searches. ``lm_head`` [V, H]: of heads without one.
+    ``parts``: the target's, with graphs and sizes for searches. ``lm_heads``: [V, H] of each head.
+    ``dtype``: the target's.
     """
 
-    def __init__(self, heads: MedusaHeads, parts: Parts, hidden: HiddenStates, lm_head: Tensor) -> None:
-        there = partial(torch.Tensor.to, device=parts.device, dtype=lm_head.dtype)
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        parts: Parts,
+        hidden: HiddenStates,
+        lm_heads: Sequence[Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        there = partial(torch.Tensor.to, device=parts.device, dtype=dtype)
         self.hidden, self.table, self._parts = hidden, parts.table, parts
         self._weight, self._bias = there(heads.weight).transpose(-1, -2), there(heads.bias)[:, :, None]
-        own = [there(matrix) for matrix in heads.lm_heads or ()]
-        self._lm_heads = own or [lm_head] * len(heads)
+        self._lm_heads = [there(matrix) for matrix in lm_heads]
         self._prepared: dict[SearchKey, _Prepared] = {}
         self._runs: list[Run] = []
 
@@ -121,9 +130,18 @@ class GpuMedusa:
 
 def gpu_medusa(parts: Parts, target: Any, folder: Path) -> GpuMedusa:
     """The forward of the heads in ``folder``, which from now on get the hidden states of the ``ModelRunner``
-    ``target``. Raises UnsupportedError if they were made for another target."""
+    ``target``. Raises UnsupportedError if they were made for another target, or need an output matrix that is
+    quantized."""
     heads, config = load_medusa(folder), target.model_config
     require_target(heads, folder, config.hidden_size, config.vocab_size)
+    lm_heads = heads.lm_heads
+    if lm_heads is None:
+        if (matrix := output_matrix(target.model)) is None:
+            raise UnsupportedError(
+                f"the Medusa heads in {folder} use the target's output matrix, which is quantized here: "
+                "serve a checkpoint of the target that keeps it in 16 bits"
+            )
+        lm_heads = (matrix[: config.vocab_size],) * len(heads)
     hidden = final_states(target, config.hidden_size)
     keep_states(target, hidden)
-    return GpuMedusa(heads, parts, hidden, target.model.lm_head.weight[: config.vocab_size])
+    return GpuMedusa(heads, parts, hidden, lm_heads, target.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
+import torch
 from sglang.srt.configs.draft_parallel import DraftParallelLayout, DraftParallelSpec, DraftTPExecution
 from sglang.srt.layers.moe.utils import draft_model_build_scope
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -19,11 +20,11 @@ from sglang.srt.speculative.pp_draft_embedding import resolve_draft_embed_and_he
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from adaserve.checkpoints.draft_kind import DraftKind, draft_kind, other_size, require_known_head
+from adaserve.checkpoints.draft_kind import HEADS, DraftKind, draft_kind, other_size, require_known_head
 from adaserve.checkpoints.fingerprint import local_folder
 from adaserve.config import AdaServeConfig
 from adaserve.engine.model_support import require_supported_model, require_windows
-from adaserve.engine.sources.token_map import FLAG, keep_tokens, token_map
+from adaserve.engine.sources.token_map import FLAG, PLAIN, keep_tokens, token_map
 from adaserve.errors import UnsupportedError
 from adaserve.host.device import on_device
 from adaserve.patches.start.kv_sizing import draft_config
@@ -72,11 +73,17 @@ class DraftModels(EagleDraftWorkerBase):
     ) -> None:
         super().__init__()
         layout = resolve_draft_parallel_layout(DraftParallelSpec(tp_execution=DraftTPExecution.TARGET_LAYOUT))
-        context = target_worker.model_runner.model_config.context_len
+        of_target = target_worker.model_runner.model_config
         with draft_tp_context(layout), draft_pp_context(), draft_model_build_scope():
             workers = [
                 _DraftWorker(
-                    path, server_args, gpu_id, nccl_port, is_draft_worker=True, context_length=context
+                    path,
+                    of_target.dtype,
+                    server_args,
+                    gpu_id,
+                    nccl_port,
+                    is_draft_worker=True,
+                    context_length=of_target.context_len,
                 )
                 for path in paths
             ]
@@ -126,16 +133,21 @@ class DraftModels(EagleDraftWorkerBase):
 
 
 class _DraftWorker(TpModelWorker):
-    """SGLang's worker of the model at ``path``; of itself it knows only --speculative-draft-model-path."""
+    """SGLang's worker of the model at ``path``; of itself it knows only --speculative-draft-model-path.
+    ``of_target``: the target's type of numbers."""
 
-    def __init__(self, path: str, *args: Any, **kwargs: Any) -> None:
-        self._path = path
+    def __init__(self, path: str, of_target: torch.dtype, *args: Any, **kwargs: Any) -> None:
+        self._path, self._of_target = path, of_target
         super().__init__(*args, **kwargs)
 
     def _init_model_config(self) -> None:
         self.model_config = draft_config(self.server_args, self._path, context_length=self.context_length)
-        require_known_head(self.model_config.hf_config.architectures, self._path)
+        architectures = self.model_config.hf_config.architectures
+        require_known_head(architectures, self._path)
         require_supported_model(self.model_config)
+        if not {*HEADS}.isdisjoint(architectures):
+            # It reads the target's embedding and hidden states, and SGLang's norms take one type at a time.
+            self.model_config.dtype = self._of_target
 
 
 _HEAD_NAMES: dict[DraftKind, str] = {"eagle3": "EAGLE-3 head", "mtp": "MTP layer"}
@@ -157,16 +169,26 @@ def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig) -> None
 
 def share_embeddings(target: Any, head: Any, kind: DraftKind) -> None:
     """Gives the head the target's embeddings, and its output matrix where the head has none of its own, as an
-    MTP layer never has. As in SGLang's ``EagleDraftWorker.init_lm_head``."""
+    MTP layer never has. As in SGLang's ``EagleDraftWorker.init_lm_head``. Raises UnsupportedError where the
+    target's are quantized."""
     runner, model = target.model_runner, head.model_runner.model
-    embed, matrix = resolve_draft_embed_and_head(
-        target_model=runner.model,
-        draft_model=model,
-        model_path=runner.model_config.model_path,
-        revision=runner.model_config.revision,
-        load_config=runner.load_config,
-    )
-    if kind == "mtp" or model.load_lm_head_from_target:
+    takes_matrix = kind == "mtp" or model.load_lm_head_from_target
+    try:
+        embed, matrix = resolve_draft_embed_and_head(
+            target_model=runner.model,
+            draft_model=model,
+            model_path=runner.model_config.model_path,
+            revision=runner.model_config.revision,
+            load_config=runner.load_config,
+        )
+    except AttributeError:  # most ways to quantize leave no weight of that name
+        embed = matrix = None
+    if any(t is None or t.dtype not in PLAIN for t in (embed, *[matrix] * takes_matrix)):
+        raise UnsupportedError(
+            f"an {_HEAD_NAMES[kind]} uses the target's embedding and output matrix, which are quantized "
+            "here: serve a checkpoint of the target that keeps both in 16 bits, or a draft model"
+        )
+    if takes_matrix:
         model.set_embed_and_head(embed, matrix)
     else:
         model.set_embed(embed)

@@ -20,7 +20,8 @@ from torch import Tensor
 from adaserve.errors import UnsupportedError
 
 FLAG = "--speculative-token-map"
-_PLAIN = (torch.float16, torch.bfloat16, torch.float32)
+PLAIN = (torch.float16, torch.bfloat16, torch.float32)
+"""Types of weights that are not quantized."""
 
 
 def token_map(path: str, vocabulary: int, least: int) -> Tensor:
@@ -49,11 +50,8 @@ def token_map(path: str, vocabulary: int, least: int) -> Tensor:
 def keep_tokens(model: Any, ids: Tensor, path: str) -> None:
     """From now on SGLang's ``model``, the draft at ``path``, has logits of the tokens ``ids`` [k] alone, in
     their order. They are called ``hot_token_id``, as SGLang does in heads. Raises UnsupportedError."""
-    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
-    matrix = getattr(model, "lm_head", embedding)  # Gemma makes logits with its embedding
-    weight, processor = getattr(matrix, "weight", None), getattr(model, "logits_processor", None)
-    has_bias = getattr(matrix, "bias", None) is not None
-    if processor is None or weight is None or has_bias or weight.dtype not in _PLAIN:
+    weight, processor = output_matrix(model), getattr(model, "logits_processor", None)
+    if processor is None or weight is None:
         raise UnsupportedError(
             f"{type(model).__name__}, the draft {path}, has no output matrix to take rows of, or one that is "
             f"quantized or has a bias: leave {FLAG} out"
@@ -66,6 +64,16 @@ def keep_tokens(model: Any, ids: Tensor, path: str) -> None:
     model.lm_head, model.hot_token_id = kept, ids
     processor.vocab_size = len(ids)
     processor.forward = partial(_forward, processor.forward, kept)
+
+
+def output_matrix(model: Any) -> Tensor | None:
+    """[V, H]: what SGLang's ``model`` makes its logits with; None where it is quantized or has a bias, or
+    belongs to a model inside."""
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    matrix = getattr(model, "lm_head", embedding)  # Gemma makes logits with its embedding
+    weight: Tensor | None = getattr(matrix, "weight", None)
+    is_plain = weight is not None and weight.dtype in PLAIN
+    return weight if is_plain and getattr(matrix, "bias", None) is None else None
 
 
 def _forward(forward: Any, kept: Any, input_ids: Any, states: Any, _: Any, *more: Any, **named: Any) -> Any:

@@ -142,7 +142,8 @@ def device_heads(case: Setting, target: Any, captured: bool) -> GpuMedusa:
     sizes = Sizes(tiers, tiers, 8, 8, depth=4, widths=(3, 3), captured=keys)
     buffers = AttentionBuffers.allocate(16, 16, torch.device("cpu"))
     parts = Parts(None, None, GraphTable(False), buffers, sizes, case.table, 3, 63, 511)  # type: ignore[arg-type]
-    return GpuMedusa(case.heads, parts, case.states, target.lm_head.weight.detach())
+    own = case.heads.lm_heads or [target.lm_head.weight.detach()] * len(case.heads)
+    return GpuMedusa(case.heads, parts, case.states, own, torch.float32)
 
 
 @pytest.mark.parametrize("captured", [False, True])
