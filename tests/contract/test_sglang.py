@@ -283,6 +283,8 @@ PARAMETERS = {
     "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": {
         "probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions",
     },
+    "flashinfer.sampling.top_k_top_p_sampling_from_probs": {"probs", "top_k", "top_p", "filter_apply_order"},
+    "flashinfer.sampling.min_p_sampling_from_probs": {"probs", "min_p"},
     "sglang.srt.layers.logprob_processor.compute_spec_logprobs": {
         "batch", "logits_output", "predict", "accept_index",
     },

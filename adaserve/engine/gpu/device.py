@@ -27,6 +27,7 @@ from adaserve.engine.device_timing import mark
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel
 from adaserve.engine.gpu.draft_heads import GpuHead, gpu_head
+from adaserve.engine.gpu.first_tokens import compile_sampler
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable, capture_all, least_free_bytes, least_of
 from adaserve.engine.gpu.kernel_choice import kernel_maker
@@ -206,6 +207,7 @@ class GpuDevice:
             parts.warm_accept(table, config.deepest)
             parts.warm_unread()
             parts.warm_draws(int(target.model_config.vocab_size))
+            compile_sampler(int(target.model_config.vocab_size), device)
             parts.warm_slots(table, most_rows)
         if (capture or device.type == "cpu") and not graphs.disable_prefill_cuda_graph:
             models = zip((target, *drafts), (parts.target, *parts.drafts), strict=True)
