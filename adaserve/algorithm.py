@@ -115,7 +115,11 @@ def leave_graphs_to_us(args: Any, ours: AdaServeConfig) -> None:
     """SGLang cannot capture a plugin algorithm's decode graphs; ours are captured by ``GpuDevice``. Its
     prefill graphs are captured before a head has said what it reads, and would never hand that out.
 
-    What the operator has turned off, by whichever flag, is off for our graphs as well."""
+    What the operator has turned off, by whichever flag, is off for our graphs as well.
+
+    SGLang also tunes FlashInfer's kernels of quantized models by a verification, whose masks it can make for
+    its own algorithms alone."""
+    args.disable_flashinfer_autotune = True
     given, asked = args.cuda_graph_config, args._cuda_graph_config_locked
     for phase in Phase.ALL:
         is_off = (phase, "backend") in asked and getattr(given, phase).backend == Backend.DISABLED

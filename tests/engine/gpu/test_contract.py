@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.config import AdaServeConfig
 from adaserve.errors import UnsupportedError
+from adaserve.sglang_compat import NAME
 
 SGLANG = "sglang.srt"
 MEMBERS = [
@@ -151,11 +153,22 @@ def test_sglang_leaves_graphs_to_us(tmp_path: Path) -> None:
         leave_graphs_to_us(args, ours)
         assert args.cuda_graph_config.decode.backend == "disabled"
         assert args.cuda_graph_config.prefill.backend == prefill, "a head reads what prefills hand out"
+        assert args.disable_flashinfer_autotune
     assert given.decode.backend == "full", "the user's own object must stay as it was"
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     args.speculative_draft_model_path = str(tmp_path)
     with pytest.raises(UnsupportedError, match="draft_kind is mtp"):  # before models are loaded
         leave_graphs_to_us(args, AdaServeConfig(draft_kind="mtp"))
+
+
+def test_sglang_makes_up_no_verification_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With which it would tune FlashInfer's kernels: its attention backends ask for the mask."""
+    from sglang.srt.speculative import spec_info
+
+    algorithm = AdaServeAlgorithm(NAME, lambda _: object)
+    monkeypatch.setattr(spec_info, "get_spec_config", lambda: None)
+    assert algorithm.is_speculative()
+    assert spec_info.create_dummy_verify_input(algorithm, None, 49, False) is None
 
 
 @pytest.mark.parametrize("off", ["decode", "prefill"])
