@@ -33,6 +33,7 @@ from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import UnreadNodes
 from adaserve.engine.trees.proposal import Proposal, Unread, merge
 from adaserve.patches.scheduler import result_copies
+from adaserve.patches.scheduler.grammar_time import end_slow
 from adaserve.scheduler.interface import DraftPlan, IterationOutcome, IterationPlan, Selection
 from adaserve.scheduler.selection import everything
 from adaserve.slo.lengths import OutputLengths
@@ -211,6 +212,7 @@ class DecodeLoop:
         proposal, allowed = merge([*(d.read() for d in awaited), *offers], len(rows)), None
         if rows.grammars is not None:
             trees, allowed = rows.grammars.constrain(proposal.trees)
+            end_slow(rows.grammars.reqs, self.decisions.rank_sync.decide)
             proposal = replace(proposal, trees=trees)
         return Choice(proposal, self.decisions.select(plan, proposal.trees), allowed)
 

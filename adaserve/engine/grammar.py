@@ -18,7 +18,7 @@ from torch import Tensor
 from adaserve.engine.logits.portions import portions
 from adaserve.engine.matchers import GrowingTree, active_grammar, fill_masks, is_live
 from adaserve.engine.transfer import put
-from adaserve.patches.scheduler.grammar_time import limited_time
+from adaserve.patches.scheduler.grammar_time import timed
 from adaserve.scheduler.interface import CandidateTrees
 
 Forbid = Callable[[Tensor, np.ndarray, np.ndarray, int], None]
@@ -79,7 +79,7 @@ class Grammars:
         logprob, start = trees.logprob.copy(), 0
         for r, grammar in self.live.items():
             nodes, end = slice(*trees.row_start[r : r + 2].tolist()), start + 1 + int(counts[r])
-            with limited_time(self.reqs[r]):
+            with timed(self.reqs[r]):
                 possible = fill_masks(grammar, trees.token[nodes], trees.parent[nodes], masks[start:end])
             logprob[nodes][~possible] = -np.inf
             first[r], start = start, end
@@ -98,7 +98,7 @@ class Grammars:
         def forbid(logits: Tensor, tokens: np.ndarray, parents: np.ndarray, beams: int) -> None:
             masks = self._masks(beams * len(mine))
             for k, (i, tree, req) in enumerate(mine):
-                with limited_time(req):
+                with timed(req):
                     tree.add(tokens[i], parents[i], masks[k * beams : (k + 1) * beams])
             at = np.concatenate([i * beams + np.arange(beams) for i, *_ in mine])
             _apply(self._any, masks, logits, at)

@@ -9,7 +9,7 @@ worker does (``adaserve/engine/grammar.py``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -37,28 +37,35 @@ def register() -> None:
 
 
 def _accept(original: Callable[..., list[int]], self: Any, req: Any, tokens: Any) -> list[int]:
-    with limited_time(req):
+    with timed(req):
         return original(self, req, tokens)
 
 
 @contextmanager
-def limited_time(req: Any) -> Iterator[None]:
-    """Ends ``req`` (SGLang's) at the end of the iteration if what is done meanwhile takes too long.
-
-    Not under tensor parallelism: ranks must end the same requests, and each has its own time.
-    """
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-    from sglang.srt.runtime_context import get_parallel
-
+def timed(req: Any) -> Iterator[None]:
+    """Counts what is done meanwhile as a step of the grammar of ``req`` (SGLang's)."""
     start_s = time.thread_time()
     yield
     taken_s = time.thread_time() - start_s
-    beyond_s = max(0.0, getattr(req, _BEYOND, 0.0) + taken_s - USUAL_S)
-    setattr(req, _BEYOND, beyond_s)
-    if beyond_s > PATIENCE_S and req.to_finish is None and get_parallel().tp_size == 1:
-        req.to_finish = FINISH_ABORT(
-            f"the grammar was given up: its last step took {taken_s:.2f} s. It matches the text so far in "
-            "too many ways; write it without rules that repeat themselves on both sides, such as s ::= s s",
-            HTTPStatus.BAD_REQUEST,
-            "BadRequestError",
-        )
+    setattr(req, _BEYOND, max(0.0, getattr(req, _BEYOND, 0.0) + taken_s - USUAL_S))
+
+
+def end_slow(reqs: Sequence[Any], decide: Callable[[Callable[[], list[int]]], list[int]]) -> None:
+    """Ends those of ``reqs`` whose grammars have taken too long, at the end of the iteration.
+
+    ``decide`` (``RankSync.decide``): each rank has its own times, and all must end the same requests.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    def slow() -> list[int]:
+        return [i for i, req in enumerate(reqs) if getattr(req, _BEYOND, 0.0) > PATIENCE_S]
+
+    for i in decide(slow):
+        if reqs[i].to_finish is None:
+            reqs[i].to_finish = FINISH_ABORT(
+                f"the grammar was given up: its steps took {getattr(reqs[i], _BEYOND, 0.0):.2f} s too long. "
+                "It matches the text so far in too many ways; write it without rules that repeat themselves "
+                "on both sides, such as s ::= s s",
+                HTTPStatus.BAD_REQUEST,
+                "BadRequestError",
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -168,6 +169,25 @@ def test_sampled_text_has_the_distribution_of_plain_decoding(served: Served, sto
 def test_the_first_token_may_complete_a_grammar(served: Served) -> None:
     params = greedy(regex="(abc)?", logit_bias={"0": 20.0})
     assert served.server.generate(input_ids=PROMPTS[0], sampling_params=params)["output_ids"] == [0]
+
+
+AMBIGUOUS: dict[str, Any] = {
+    "ebnf": 'root ::= s "."\ns ::= s s | t t | [a-z]\nt ::= s s | t t | [a-z]',
+    "logit_bias": {"15": -1000.0},  # the full stop
+}
+"""Every token takes longer than the one before."""
+
+
+def test_a_grammar_that_takes_long_ends_its_request_alone(retrieving: Served) -> None:
+    jobs = [job(PROMPTS[0], **AMBIGUOUS, max_new_tokens=240), Job((7, 8), greedy(max_new_tokens=200))]
+    assert_slow_one_ends(retrieving.server, *jobs)
+
+
+def assert_slow_one_ends(server: Server, slow: Job, other: Job) -> None:
+    with ThreadPoolExecutor() as both:
+        ended, whole = both.map(lambda j: server.post("/generate", j.body), (slow, other))
+    assert ended.status_code == 400 and "s ::= s s" in ended.text
+    assert whole.json()["meta_info"]["completion_tokens"] == 200
 
 
 def test_several_sampled_choices_are_valid(served: Served) -> None:

@@ -21,8 +21,10 @@ import transformers
 from adaserve.host.device import DEVICE_PATH_ENV
 from adaserve.loadgen.server_metrics import parse_metrics
 from tests.engine.conftest import adaserve_server
-from tests.engine.harness import Server, Zygote, run_jobs, whole_texts, workload
+from tests.engine.harness import Job, Server, Zygote, run_jobs, whole_texts, workload
 from tests.engine.heads import headed_jobs
+from tests.engine.test_features import greedy
+from tests.engine.test_grammar import AMBIGUOUS, assert_slow_one_ends, job
 from tests.engine.test_greedy import assert_same
 from tests.engine.test_heads import assert_best
 
@@ -137,6 +139,13 @@ def test_an_iteration_is_recorded_once(two_ranks: Server) -> None:
     lines = recording.read_text().splitlines()
     times = [line["plan"]["now_s"] for line in map(json.loads, lines[1:-1]) if "plan" in line]
     assert len(times) > 20 and len(set(times)) == len(times)
+
+
+@pytest.mark.slow
+def test_both_ranks_end_a_request_whose_grammar_takes_long(two_ranks: Server) -> None:
+    jobs = [job([7, 8], **AMBIGUOUS, max_new_tokens=240), Job((7, 8), greedy(max_new_tokens=200))]
+    assert_slow_one_ends(two_ranks, *jobs)
+    two_ranks.assert_idle_and_clean()
 
 
 def held_back(server: Server) -> float:

@@ -22,7 +22,7 @@ from adaserve.engine.sources.rates import LEAST, Rates
 from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
-from adaserve.patches.scheduler.grammar_time import limited_time
+from adaserve.patches.scheduler.grammar_time import timed
 from adaserve.scheduler.interface import CandidateTrees
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class ForcedSource(TreeSource):
             if most[r]:
                 if self._mask is None:
                     self._mask = grammar.allocate_vocab_mask(rows.grammars.vocab_size, 1, "cpu")
-                with limited_time(rows.grammars.reqs[r]):
+                with timed(rows.grammars.reqs[r]):
                     chains[r] = forced(grammar, self._spelling, most[r], self._mask)
                 state = rows.states[r]
                 self._offered.append(_Chain(state, len(state.generated), chains[r]))

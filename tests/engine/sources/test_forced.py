@@ -17,6 +17,7 @@ from adaserve.engine.sources.forced import FORCED, START, ForcedSource, spelling
 from adaserve.patches.scheduler import grammar_time
 from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.pairs import VOCAB, save_tokenizer
+from tests.engine.ranks import ALONE
 from tests.engine.trees.factories import running
 
 TEXT = "customer target identifier"
@@ -149,9 +150,9 @@ def test_a_grammar_that_takes_long_ends_its_request(server: Server, monkeypatch:
         return []
 
     monkeypatch.setattr("adaserve.engine.sources.forced.forced", asked)
-    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_size=1))
     monkeypatch.setattr(grammar_time, "time", SimpleNamespace(thread_time=lambda: clock.now_s))
     assert server.offer(rows) is None
+    grammar_time.end_slow(reqs, ALONE.decide)
     assert [req.to_finish is not None for req in reqs] == [False, True]
 
 

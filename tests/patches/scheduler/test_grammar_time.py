@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 
+from adaserve.engine.rank_sync import RankSync
 from adaserve.patches.scheduler import grammar_time
-from adaserve.patches.scheduler.grammar_time import _accept, limited_time
+from adaserve.patches.scheduler.grammar_time import _accept, end_slow, timed
+from tests.engine.ranks import ALONE, Group
 
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_time, "PATIENCE_S", 0.02)
-    ranks(monkeypatch, 1)
-
-
-def ranks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_size=count))
 
 
 def work(for_s: float = 0.05) -> None:
@@ -34,8 +31,9 @@ def request() -> Any:
 
 def test_a_grammar_that_takes_long_ends_its_request() -> None:
     req = request()
-    with limited_time(req):
+    with timed(req):
         work()
+    end_slow([request(), req], ALONE.decide)
     assert req.to_finish.status_code == 400 and "s ::= s s" in req.to_finish.message
 
 
@@ -47,8 +45,9 @@ def test_many_steps_count_together(step_s: float, ends: bool, monkeypatch: pytes
     monkeypatch.setattr(grammar_time, "PATIENCE_S", 0.5)
     req = request()
     for step in range(1, 101):
-        with limited_time(req):
+        with timed(req):
             clock.now_s += step_s
+        end_slow([req], ALONE.decide)
         if req.to_finish is not None:
             assert 70 < step < 75
             break
@@ -57,24 +56,29 @@ def test_many_steps_count_together(step_s: float, ends: bool, monkeypatch: pytes
 
 def test_a_host_that_was_busy_ends_nothing() -> None:
     req = request()
-    with limited_time(req):
+    with timed(req):
         time.sleep(0.1)
+    end_slow([req], ALONE.decide)
     assert req.to_finish is None
 
 
 def test_what_ends_a_request_already_stays() -> None:
     req = SimpleNamespace(to_finish="aborted by its client")
-    with limited_time(req):
+    with timed(req):
         work()
+    end_slow([req], ALONE.decide)
     assert req.to_finish == "aborted by its client"
 
 
-def test_ranks_do_not_judge_by_clocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks(monkeypatch, 2)
-    req = request()
-    with limited_time(req):
-        work()
-    assert req.to_finish is None
+def test_all_ranks_end_what_was_slow_on_the_first_one() -> None:
+    sent: list[Any] = []
+    ranks = [(RankSync(Group(rank, 2, sent)), [request(), request()]) for rank in range(2)]
+    for slow, (_, reqs) in enumerate(ranks):
+        with timed(reqs[slow]):
+            work()
+    for rank_sync, reqs in ranks:
+        end_slow(reqs, rank_sync.decide)
+        assert [req.to_finish is not None for req in reqs] == [True, False]
 
 
 def test_the_tokens_that_sglang_accepts_are_limited_too() -> None:
@@ -84,4 +88,5 @@ def test_the_tokens_that_sglang_accepts_are_limited_too() -> None:
 
     req = request()
     assert _accept(slow, None, req, [1, 2]) == [1, 2]
+    end_slow([req], ALONE.decide)
     assert req.to_finish is not None
