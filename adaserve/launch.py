@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
             load_plugins()
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    except (UserError, ValueError, AssertionError, NotImplementedError) as error:
+    except (UserError, ValueError, OSError, AssertionError, NotImplementedError) as error:
         if not isinstance(error, UserError) and not (str(error) and is_of_settings(error)):
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)

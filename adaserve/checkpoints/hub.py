@@ -22,6 +22,8 @@ def why_no_model(path: str) -> str | None:
     if folder.is_dir():
         known = any((folder / name).is_file() for name in _CONFIGS)
         return None if known else f"{path} holds no config.json: give the folder of a model"
+    if folder.is_file() and folder.suffix != ".gguf":
+        return f"{path} is a file: give the folder of a model"
     if folder.exists() or "/" not in path or "://" in path or HUB_NAME.fullmatch(path):
         return None
     return f"there is no model at {path}: give a folder or a Hugging Face name"

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from typer.testing import CliRunner
 
-from adaserve.checkpoints.hub import why_not_on_hub
+from adaserve.checkpoints.hub import why_no_model, why_not_on_hub
 from adaserve.cli import app
 
 REQUEST = httpx.Request("GET", "https://hub/api/models/gpt2")
@@ -70,6 +70,13 @@ def test_nobody_is_asked_for_what_is_here(tmp_path: Path, monkeypatch: pytest.Mo
     assert why_not_on_hub("lab/other") is not None
     monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
     assert why_not_on_hub("lab/other") is None
+
+
+def test_a_file_of_weights_is_no_model(tmp_path: Path) -> None:
+    for name, is_model in {"model.safetensors": False, "model.gguf": True}.items():
+        (tmp_path / name).touch()
+        why = why_no_model(str(tmp_path / name))
+        assert why is None if is_model else "is a file" in str(why)
 
 
 @pytest.mark.parametrize("flag", ["--model", "--second-draft"])

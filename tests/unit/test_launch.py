@@ -158,18 +158,20 @@ ASKS = "sglang.srt.arg_groups.overrides"
 
 
 @pytest.mark.parametrize(
-    ("places", "code"),
+    ("places", "code", "kind"),
     [
-        ((ASKS,), 2),
-        ((ASKS, "sglang.srt.configs.model_config"), 2),
-        (("sglang.srt.server",), 1),
-        ((ASKS, "adaserve.algorithm"), 1),
+        ((ASKS,), 2, "ValueError"),
+        ((ASKS, "sglang.srt.configs.model_config"), 2, "OSError"),  # of a model's folder
+        (("sglang.srt.server",), 1, "ValueError"),
+        ((ASKS, "adaserve.algorithm"), 1, "ValueError"),
     ],
 )
-def test_so_are_settings_that_sglang_refuses(tmp_path: Path, places: tuple[str, ...], code: int) -> None:
+def test_so_are_settings_that_sglang_refuses(
+    tmp_path: Path, places: tuple[str, ...], code: int, kind: str
+) -> None:
     """By an exception without a name of its own, which may also be a fault: ours, if it is our code's."""
     (tmp_path / "starting.py").write_text(
-        "asked, body = None, 'raise ValueError(\"no\")'\n"
+        f"asked, body = None, 'raise {kind}(\"no\")'\n"
         f"for place in reversed({places!r}):\n"
         "    there = {'__name__': place, 'asked': asked}\n"
         "    exec(f'def check(): {body}', there)\n"
