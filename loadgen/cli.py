@@ -161,7 +161,8 @@ def report(
     ] = None,
     png: Annotated[bool, typer.Option(help="Write PNG files beside the page.")] = True,
     fail_under_attainment: Annotated[
-        Number, typer.Option(help="Exit with 3 if attainment is below this share (0 to 1).")
+        Number,
+        typer.Option(help="Exit with 3 if attainment is below this share (0 to 1), 4 if a run is not valid."),
     ] = None,
 ) -> None:
     """Turn results folders into one page with attainment, goodput, latency curves and a comparison.
@@ -178,7 +179,12 @@ def report(
     folder = out or read[0].folder
     path = write_report(read, folder, png)
     say(Console(stderr=True), f"report: {path}")
+    if fail_under_attainment is None:
+        return
     for run in read:
+        if not run.summary["valid"]:
+            print(f"{run.folder} is not valid: {'; '.join(run.summary['invalid_reasons'])}", file=sys.stderr)
+            raise typer.Exit(DOES_NOT_COUNT)
         check_attainment(run.summary, fail_under_attainment)
 
 

@@ -255,6 +255,8 @@ def test_a_run_without_a_summary_is_not_valid_and_has_its_warm_up(config: str | 
     assert not summary["valid"] and "no summary.json" in summary["invalid_reasons"][0]
     assert summary["requests"] == (1 if "warmup_s" in (config or "") else 2)
     assert "is not valid" in page_of([read_run(run)], tmp_path)
+    done = CliRunner().invoke(app, ["report", str(run), "--no-png", "--fail-under-attainment", "0"])
+    assert done.exit_code == 4 and "no summary.json" in done.stderr
 
 
 def test_seeds_are_one_sample_for_percentiles_and_no_proof_where_they_agree(tmp_path: Path) -> None:
