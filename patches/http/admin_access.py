@@ -8,12 +8,12 @@ key, a program on the same machine.
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 from starlette.requests import ClientDisconnect
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve.asgi import route_path
 from adaserve.patches import wrap_routes
+from adaserve.patches.http import validation
 from adaserve.slo.resolve import came_through_a_proxy
 
 CONTROL_PATH = "/set_internal_state"
@@ -44,7 +45,7 @@ def _guarded(app: ASGIApp) -> ASGIApp:
         reason = None
         if route_path(scope) != ABORT_PATH or _aborts_all(body):
             reason = refusal(request, keys.api_key, keys.admin_api_key)
-        answer: ASGIApp = app if reason is None else JSONResponse({"error": reason}, 403)
+        answer: ASGIApp = app if reason is None else validation.refusal(reason, HTTPStatus.FORBIDDEN)
         await answer(scope, _replayed(body, receive), send)
 
     return serve

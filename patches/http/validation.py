@@ -208,21 +208,25 @@ def _grammar_of_tools(obj: Any, request: Any) -> bool:
     return bool(made and request.state.adaserve_of_tools)
 
 
-def _name_the_field(original: Callable[[Any], str | None], body: Any) -> str | None:
-    """SGLang's own check of a body says which type it wanted, but not where."""
+def _name_the_field(original: Callable[[Any], str | None], body: Any) -> dict[str, Any] | None:
+    """SGLang's own check of a body says which type it wanted, but not where. And it says so by a text, which
+    becomes the answer's ``error``, where all others on ``/generate`` have a message in it."""
     wrong = original(body)
     if wrong is None:
         return None
     try:
         check_request(body, limits_of(tokenizer_manager()))
     except RequestError as error:
-        return str(error)
-    return wrong
+        wrong = str(error)
+    return _error(wrong)
 
 
 def refusal(
     message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, headers: dict[str, str] | None = None
 ) -> JSONResponse:
     """The reason, as SGLang's own routes write it."""
-    error = {"message": message, "type": "BadRequest", "code": int(status)}
-    return JSONResponse({"error": error}, status, headers)
+    return JSONResponse({"error": _error(message, status)}, status, headers)
+
+
+def _error(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> dict[str, Any]:
+    return {"message": message, "type": status.phrase.replace(" ", ""), "code": int(status)}
