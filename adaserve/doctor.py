@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
 import warnings
@@ -33,6 +34,7 @@ State = Literal["ok", "note", "missing"]
 INSTALL = "install AdaServe again: pip install . in its folder"
 NEEDED_MEMORY_GIB = 8.0
 NEEDED_DISK_GB = 2.0
+NEEDED_OPEN_FILES = 4096
 USED_FOLDERS = ("kernels", "learned", "pair", "profiles")
 """What servers write to, in the cache."""
 _PIPE_WIDTH = 1000  # where nobody sees where lines end, a path must not be cut in two
@@ -94,6 +96,19 @@ def check_memory(total_bytes: int | None = None) -> list[Finding]:
         remedy = f"{NEEDED_MEMORY_GIB:.0f} GiB are needed for the embedded pair; try a smaller --size"
         return [Finding("Memory", "note", f"{gib:.1f} GiB", remedy)]
     return [Finding("Memory", "ok", f"{gib:.1f} GiB")]
+
+
+def check_open_files(most: int | None = None) -> list[Finding]:
+    """SGLang raises the soft limit as far as the hard one lets it. Beyond that connections are reset, and no
+    log says why."""
+    if most is None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most == resource.RLIM_INFINITY:
+        return [Finding("Open files", "ok", "no limit")]
+    if most < NEEDED_OPEN_FILES:
+        remedy = "each connection takes one: raise the hard limit (ulimit -Hn, LimitNOFILE)"
+        return [Finding("Open files", "note", f"at most {most}", remedy)]
+    return [Finding("Open files", "ok", f"at most {most}")]
 
 
 def check_cpu(cpuinfo: str | None = None) -> list[Finding]:
@@ -306,6 +321,7 @@ CHECKS: tuple[Callable[[], list[Finding]], ...] = (
     check_python,
     check_disk,
     check_memory,
+    check_open_files,
     check_cpu,
     check_accelerator,
     check_sglang,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import sys
 import warnings
@@ -39,6 +40,11 @@ def test_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert doctor.check_memory(4 * 2**30)[0].state == "note"
     monkeypatch.setattr(doctor, "NEEDED_DISK_GB", 1e9)
     assert doctor.check_disk(tmp_path / "not" / "there")[0].state == "missing"
+
+
+def test_a_low_limit_of_open_files_is_named() -> None:
+    found = {most: doctor.check_open_files(most)[0].state for most in (256, 65536, resource.RLIM_INFINITY)}
+    assert list(found.values()) == ["note", "ok", "ok"]
 
 
 def test_memory_that_a_container_may_not_have_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
