@@ -99,6 +99,7 @@ MODULES = {
     "http": (
         "slo_requests",
         "slo_responses",
+        "arrival_times",
         "validation",  # after the SLO hooks: what wraps last is asked first
         "stream_starts",
         "ollama",

@@ -5,15 +5,6 @@ for more; ``/generate`` then shows them in ``meta_info``. The OpenAI routes drop
 the same object as ``metadata.slo``: in the response, or in the last event of a stream (of completions and
 chat, if it has usage). ``/v1/responses`` gets it as JSON text: the metadata of that API are texts, and typed
 clients fail on anything else. Of several answers they get one report, which holds each one's own.
-
-A request's TTFT counts from its arrival at the HTTP process. That time stays there unless it is put into the
-state that travels to the scheduler, as SGLang's own comment at that place proposes; without it a request that
-waits for a busy scheduler to read it would seem to have just arrived.
-
-SGLang converts such times from one process to the other by what each of them last took for the difference
-between ``time.perf_counter`` and the wall clock. Where that clock is set, all requests would have come hours
-ago, or would not come for hours; and order, admission and shedding follow from that. The processes of a host
-have one ``perf_counter``.
 """
 
 from __future__ import annotations
@@ -47,10 +38,6 @@ def register() -> None:
     chat = f"{openai}.serving_chat.OpenAIServingChat"
     responses = f"{openai}.serving_responses.OpenAIServingResponses"
     hook(f"{responses}._build_response", _response, HookType.AFTER)
-    times = "sglang.srt.observability.req_time_stats"
-    for sender in ("APIServerReqTimeStats", "DPControllerReqTimeStats"):
-        hook(f"{times}.{sender}.__getstate__", _arrival, HookType.AFTER)
-    hook(f"{times}.convert_time_cross_thread", as_it_is, HookType.AROUND)
     for whole, stream in (
         (f"{completions}._build_completion_response", f"{completions}._generate_completion_stream"),
         (f"{chat}._build_chat_response", f"{chat}._generate_chat_stream"),
@@ -72,17 +59,6 @@ def _streamer_class(base: type, scheduler: Any) -> type:
             return {KEY: [[ledger.close(r)] if r.finished() else [] for r in reqs]}
 
     return SLOOutputStreamer
-
-
-def _arrival(state: dict[str, Any], stats: Any) -> dict[str, Any]:
-    return {**state, "created_time": stats.created_time}
-
-
-def as_it_is(original: Callable[..., float], time_value: float, *differences: float) -> float:
-    """The time in this process, unless the other one may be on another host."""
-    from sglang.srt.runtime_context import get_parallel
-
-    return time_value if get_parallel().nnodes == 1 else original(time_value, *differences)
 
 
 def of_all(reports: Sequence[Report | None]) -> Report | None:

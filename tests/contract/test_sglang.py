@@ -708,14 +708,14 @@ def test_the_time_of_arrival_travels_to_the_scheduler(
     from sglang.srt import runtime_context
     from sglang.srt.observability import req_time_stats as times
 
-    from adaserve.patches.http.slo_responses import _arrival, as_it_is
+    from adaserve.patches.http.arrival_times import _with_arrival, as_it_is
 
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(nnodes=nodes))
     convert = functools.partial(as_it_is, times.convert_time_cross_thread)
     monkeypatch.setattr(times, "convert_time_cross_thread", convert)
     sent, received = times.APIServerReqTimeStats(), times.APIServerReqTimeStats()
     sent.set_created_time(12.5)
-    state = _arrival(sent.__getstate__(), sent)
+    state = _with_arrival(sent.__getstate__(), sent)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
     monkeypatch.setattr(times, "global_diff_realtime_monotonic", times.global_diff_realtime_monotonic)
