@@ -132,6 +132,12 @@ class AdaServeWorker(BaseSpecWorker):
             deepest=config.deepest,
             overlaps=not get_schedule().disable_overlap_schedule,
         )
+        logger.info(
+            "AdaServe: policy %s, baseline %.1f ms per token, budget %s tokens",
+            self.policies.current.name,
+            self.ledger.baseline_s * 1e3,
+            self.policies.budget_tokens,
+        )
         # What is there by now stays. A collection that goes through all of it takes tens of milliseconds.
         gc.collect()
         gc.freeze()
@@ -165,12 +171,6 @@ class AdaServeWorker(BaseSpecWorker):
         metrics = ServerMetrics(get_serving().served_model_name) if told else None
         path = self.config.record_requests if speaks else None
         log = None if path is None else RequestLog(Path(path))
-        logger.info(
-            "AdaServe: policy %s, baseline %.1f ms per token, budget %s tokens",
-            self.policies.current.name,
-            baseline_s * 1e3,
-            self.policies.budget_tokens,
-        )
         return SLOLedger(baseline_s, SLOStats(slo_classes(), metrics), log)
 
     def _make_learner(self, sources: Sequence[TreeSource], tap: Tap) -> Learner | None:

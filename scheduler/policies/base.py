@@ -99,10 +99,11 @@ class BasePolicy:
         then = self._within(shape.draft, cap) if limit > n else DraftPlan(0)
         draft = then if running.underway is None else running.underway
         offered = 0 if running.offered is None else running.offered.n_nodes
-        drafted = _most_nodes(draft) * self.config.drafts
-        budget = max(n, min(limit, n * (1 + drafted) + offered))
+        most = _most_nodes(draft) * self.config.drafts
+        budget = max(n, min(limit, n * (1 + most) + offered))
         reaches = _limit(cap, draft.depth, shape.deepest)
-        takes_all = not offered and self._takes_all(running, draft, limit, reaches)
+        tokens = n + draft.count(n) * most
+        takes_all = not offered and tokens <= limit and self._takes_all(running, draft, tokens, reaches)
         plan = IterationPlan(
             iteration=self._iterations,
             now_s=now_s,
@@ -119,13 +120,11 @@ class BasePolicy:
         self._iterations += 1
         return plan
 
-    def _takes_all(self, running: RunningBatch, draft: DraftPlan, limit: int, cap: IntArray | None) -> bool:
-        """Whether all candidates are to be verified."""
+    def _takes_all(self, running: RunningBatch, draft: DraftPlan, tokens: int, cap: IntArray | None) -> bool:
+        """Whether all candidates are to be verified: up to ``tokens`` including the roots."""
         if not (running.may_go_unread and draft.depth) or (cap is not None and not cap.any()):
             return False
-        n = len(running)
-        tokens = n + draft.count(n) * _most_nodes(draft) * self.config.drafts
-        return tokens <= limit and self.wants_all(running, tokens)
+        return self.wants_all(running, tokens)
 
     def wants_all(self, running: RunningBatch, tokens: int) -> bool:
         """Whether all candidates should be verified, whatever they are: up to ``tokens`` including the roots,

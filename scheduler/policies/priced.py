@@ -146,8 +146,7 @@ class PricedPolicy(BasePolicy):
         """(d, w) with the most expected value per second, by the worth of levels and beams so far.
 
         ``left`` [n, d_max]: what ``uncovered`` leaves of ``Regime.surplus``; None = all. ``read``: what a
-        step reads of the contexts. Now and then one more level or beam is drafted, because otherwise its
-        worth could never be learned.
+        step reads of the contexts. The result may be a probe.
 
         All costs are present ones. If present costs of steps were compared with a rate of past iterations,
         drafting would end when the host becomes busy, although verifications take longer as well.
@@ -164,8 +163,7 @@ class PricedPolicy(BasePolicy):
         row_s = max(0.0, self.costs.draft_step_s(2 * n, read) - first_s)
         start_s = plain_s + self.costs.draft_start_s(n) + first_s
         open_rows = [float(n)] * deepest if left is None else left[:, :deepest].sum(axis=0).tolist()
-        widest = c.widest(n)
-        beams = regime.surplus[:, :widest].cumsum(axis=1).T.tolist()
+        beams = regime.surplus[:, : c.widest(n)].cumsum(axis=1).T.tolist()
         depth, width, best = 0, 1, (1.0 + c.least_gain) * roots / plain_s
         for w, levels in enumerate(beams):
             value, seconds, least = roots, start_s, math.inf
@@ -177,20 +175,27 @@ class PricedPolicy(BasePolicy):
                 if value > NOTABLE * best * seconds:
                     depth, width, best = level + 1, w + 1, value / seconds
                 seconds += first_s + row_s * w
+        regime.depth, regime.width = self._probed(running, regime, depth, width, deepest)
+        return regime.depth, regime.width
+
+    def _probed(
+        self, running: RunningBatch, regime: Regime, depth: int, width: int, deepest: int
+    ) -> tuple[int, int]:
+        """(d, w), now and then with one more level and beam: otherwise their worth could never be learned.
+        While drafting does not pay, probes get rarer."""
+        c = self.config
         turn, since = divmod(self._drafts_at(running), c.probe_every)
-        probing = since == c.probe_every - 1
-        if probing:
-            width = min(widest, width + 1)
         if depth:
             regime.in_vain = 0
-        # While drafting does not pay, probes get rarer. What a plan wants of the next iteration may not be
-        # drafted there, which then asks again: that is the same probe.
+        if since < c.probe_every - 1:
+            return depth, width
+        # What a plan wants of the next iteration may not be drafted there, which then asks again: that is the
+        # same probe.
         again = turn == regime.probed
-        if probing and (depth or again or turn % (1 << regime.in_vain) == 0):
+        if depth or again or turn % (1 << regime.in_vain) == 0:
             regime.in_vain = min(RAREST_PROBE, regime.in_vain + (depth == 0 and not again))
             regime.probed, depth = turn, min(deepest, depth + 1)
-        regime.depth, regime.width = depth, width
-        return depth, width
+        return depth, min(c.widest(len(running)), width + 1)
 
     def _worth_drafting(
         self, running: RunningBatch, left: FloatArray | None, depth: int, width: int, read: Context
