@@ -135,8 +135,9 @@ class DecodeLoop:
             verified.tokens[:] = rows.root_tokens
         runs = [before + now for before, now in zip(draft.runs, runs, strict=True)]
         self._arriving = self._unobserved = self._last = Iteration(
-            rows, policy, plan, draft, offers, choice.proposal, choice.selection, verified, start_s, behind,
-            marks, runs, copy, recorded, choice.unread is not None,
+            rows=rows, policy=policy, plan=plan, draft=draft, offers=offers, proposal=choice.proposal,
+            selection=choice.selection, verified=verified, start_s=start_s, behind=behind, marks=marks,
+            runs=runs, copy=copy, recorded=recorded, unread=choice.unread is not None,
         )  # fmt: skip
         if self.overlaps:
             self._draft_ahead(self._arriving, tensors, acceptance)
