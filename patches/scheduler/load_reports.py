@@ -75,7 +75,7 @@ def _publish(original: Callable[..., Any], self: Any, force: bool = False) -> An
     idle = not (self.running_batch.reqs or self.waiting_queue or self.chunked_req)
     now_s = time.perf_counter()
     if worker.forecaster.is_due(idle, now_s):
-        worker.forecaster.renew(load_of(self, worker), now_s)
+        worker.forecaster.renew(load_of(self), now_s)
         if idle:
             worker.ledger.stats.nothing_held()
         force = True
@@ -84,5 +84,4 @@ def _publish(original: Callable[..., Any], self: Any, force: bool = False) -> An
 
 def _arrived(refused: bool, self: Any, req: Any) -> None:
     if not refused and not req.output_ids and not req.rid.startswith(HEALTH_CHECK):
-        worker = worker_of(self)
-        worker.forecaster.arrived(req, load_of(self, worker))
+        worker_of(self).forecaster.arrived(req, load_of(self))

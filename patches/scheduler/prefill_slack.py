@@ -30,7 +30,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
-from adaserve.patches.scheduler.worker_interface import load_of, worker_of
+from adaserve.patches.scheduler.worker_interface import is_paced, load_of, worker_of
 
 
 def register() -> None:
@@ -45,14 +45,14 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
     worker = worker_of(self)
-    if not worker.prefill.paces(worker.policies.current.name):
+    if not is_paced(worker):
         return original(self, running_batch)
     _queue_ready_grammars(self)
     spare = _spare_slots(self, running_batch)
     if not _something_waits(self, running_batch) or spare <= 0:
         return original(self, running_batch)
     first = _by_priority(self)
-    load = replace(load_of(self, worker), running=_decoding(self, running_batch), first=first)
+    load = replace(load_of(self), running=_decoding(self, running_batch), first=first)
     plan = worker.prefill.plan(load, time.perf_counter())
     if plan.tokens == 0:
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)

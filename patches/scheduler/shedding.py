@@ -30,7 +30,7 @@ def _with_refusals(aborts: list[Any], self: Any) -> list[Any] | None:
     if not worker.shedder.enabled or not self.waiting_queue:
         return None
     gone = {abort.rid for abort in aborts}
-    refused = worker.shedder.refusals(load_of(self, worker), time.perf_counter())
+    refused = worker.shedder.refusals(load_of(self), time.perf_counter())
     return aborts + [
         AbortReq(
             rid=req.rid,

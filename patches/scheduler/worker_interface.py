@@ -156,7 +156,12 @@ def worker_of(scheduler: Any) -> WorkerInterface:
     return worker
 
 
-def load_of(scheduler: Any, worker: WorkerInterface) -> Load:
+def is_paced(worker: WorkerInterface) -> bool:
+    """Whether prefills are paced under the policy that serves now."""
+    return worker.prefill.paces(worker.policies.current.name)
+
+
+def load_of(scheduler: Any) -> Load:
     """What runs and waits in an SGLang scheduler now."""
     started = scheduler.chunked_req
     return Load(
@@ -165,5 +170,5 @@ def load_of(scheduler: Any, worker: WorkerInterface) -> Load:
         waiting=scheduler.waiting_queue,
         slots=scheduler.max_running_requests,
         most_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
-        paced=worker.prefill.paces(worker.policies.current.name),
+        paced=is_paced(worker_of(scheduler)),
     )
