@@ -64,12 +64,7 @@ class PolicyConfig:
             raise ValueError(f"need 1 <= d_min <= d_max, got {self.d_min} and {self.d_max}")
         if self.w_max < 1:
             raise ValueError(f"w_max must be >= 1, got {self.w_max}")
-        for name in (
-            "knee",
-            "probe_every",
-            "turbo_probe_every",
-            "turbo_reset_steps",
-        ):
+        for name in ("knee", "probe_every", "turbo_probe_every", "turbo_reset_steps"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         for name in ("c1", "turbo_k_max"):

@@ -17,15 +17,7 @@ from adaserve.engine.request_state import DecodeRows
 from adaserve.engine.requests import rows_of_pool, tokens_of
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
-from adaserve.engine.sources.search import (
-    Asking,
-    QueuedSearch,
-    context_gap,
-    drafted_rows,
-    fitting_shape,
-    once,
-    search_for,
-)
+from adaserve.engine.sources.search import Asking, QueuedSearch, context_gap, once, search_for
 from adaserve.engine.sources.source import KeepDrafting, PendingProposal, ProposalAhead, TreeSource
 from adaserve.engine.trees.batch import ContextGap, TreeBatch
 from adaserve.engine.trees.verify import Acceptance, Tensors, VerifyBatch
@@ -115,12 +107,10 @@ class BeamSource(TreeSource):
         self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None
     ) -> PendingProposal | None:
         """As deep as ``plan.draft``; None when no row may have a tree, or none is to be drafted for."""
-        active = drafted_rows(plan.draft, rows)
-        shape = fitting_shape(plan.draft, rows, active, self._max_nodes)
-        if shape is None:
+        if (found := search_for(plan.draft, rows, self.sharpening, self._max_nodes)) is None:
             return None
-        search = search_for(self.sharpening, rows, active, shape)
-        pool_rows = search.pool_rows.tolist()
+        active, search = found
+        pool_rows, shape = search.pool_rows.tolist(), search.shape
         self.cache.find_holes(pool_rows)
         caught_up = self._catch_up(pool_rows)
         gap = self._context_gap(plan.draft, rows.seq_lens, active)
@@ -156,14 +146,15 @@ class BeamSource(TreeSource):
         deepest = np.minimum(rows.running.max_depth, rows.running.remaining_tokens - 2)
         most = 1 + verified.deepest
         rows = replace(rows, seq_lens=cached + most, running=replace(rows.running, max_depth=deepest))
-        active = drafted_rows(then, rows)
-        shape = fitting_shape(then, rows, active, self._max_nodes)
-        pool_rows = rows.pool_rows[active]
-        if shape is None or not self.cache.has_all(pool_rows.tolist()):
+        if (found := search_for(then, rows, self.sharpening, self._max_nodes)) is None:
+            return None
+        active, search = found
+        pool_rows, shape = search.pool_rows, search.shape
+        if not self.cache.has_all(pool_rows.tolist()):
             return None
         tokens, root = tensors["tree"][0], tensors["root"]
         awaited = Awaited(most, acceptance.length, acceptance.emitted, tokens, root, active)
-        search = search_for(self.sharpening, rows, active, shape, awaited)
+        search = replace(search, awaited=awaited)
         two = np.full(len(active), 2)
         gap = self._context_gap(then, cached, active)
         first = TreeBatch.causal(np.zeros(2 * len(active), np.int64), pool_rows, search.base - 1, two, gap)

@@ -8,7 +8,7 @@ from functools import cache, lru_cache, partial
 import numpy as np
 from torch import Tensor
 
-from adaserve.engine.device import Awaited, Beams, Mark, Ready, Run, Search
+from adaserve.engine.device import Beams, Mark, Ready, Run, Search
 from adaserve.engine.device_timing import HostMark
 from adaserve.engine.request_state import DecodeRows
 from adaserve.engine.sources.source import KeepDrafting, PendingProposal
@@ -19,17 +19,33 @@ from adaserve.scheduler.interface import MODEL, CandidateTrees, DraftPlan, Itera
 from adaserve.sharpening import DraftSharpening
 
 
-def drafted_rows(draft: DraftPlan, rows: DecodeRows) -> np.ndarray:
-    """int64 [a]: the rows that are drafted for."""
+def search_for(
+    draft: DraftPlan, rows: DecodeRows, sharpening: DraftSharpening, most: int, deepest: int = ANY_DEPTH
+) -> tuple[np.ndarray, Search] | None:
+    """The rows that are drafted for, int64 [a], and a search over them, whose logits are read by
+    ``sharpening``; None = nothing is to be drafted. ``most`` nodes and ``deepest`` levels: limits of the
+    drafter."""
     may = rows.running.max_depth > 0
-    return (may if draft.rows is None else may & draft.rows).nonzero()[0]
+    active = (may if draft.rows is None else may & draft.rows).nonzero()[0]
+    if (shape := _fitting_shape(draft, rows, active, most, deepest)) is None:
+        return None
+    scale, spread = _scale_and_spread(sharpening, rows.noisy, rows.running.temperature[active].tobytes())
+    search = Search(
+        shape=shape,
+        base=rows.seq_lens[active],
+        pool_rows=rows.pool_rows[active],
+        scale=scale,
+        spread=spread,
+        keys=rows.keys[active],
+        forbid=None if rows.grammars is None else rows.grammars.forbid(active),
+    )
+    return active, search
 
 
-def fitting_shape(
-    draft: DraftPlan, rows: DecodeRows, active: np.ndarray, most: int, deepest: int = ANY_DEPTH
+def _fitting_shape(
+    draft: DraftPlan, rows: DecodeRows, active: np.ndarray, most: int, deepest: int
 ) -> TreeShape | None:
-    """The planned shape, cut to ``most`` nodes and ``deepest`` levels: a fixed tree knows nothing of this
-    server's limits. None = nothing is to be drafted for the rows ``active``."""
+    """The planned shape within the limits, of which a fixed tree knows nothing."""
     depth = min(draft.depth, deepest, int(rows.running.max_depth[active].max(initial=0)))
     while depth:
         branching = None if draft.branching is None else draft.branching[:depth]
@@ -38,27 +54,6 @@ def fitting_shape(
             return shape
         depth -= 1
     return None
-
-
-def search_for(
-    sharpening: DraftSharpening,
-    rows: DecodeRows,
-    active: np.ndarray,
-    shape: TreeShape,
-    awaited: Awaited | None = None,
-) -> Search:
-    """A search over the rows ``active``, whose logits are read by ``sharpening``."""
-    scale, spread = _scale_and_spread(sharpening, rows.noisy, rows.running.temperature[active].tobytes())
-    return Search(
-        shape=shape,
-        base=rows.seq_lens[active],
-        pool_rows=rows.pool_rows[active],
-        scale=scale,
-        spread=spread,
-        keys=rows.keys[active],
-        awaited=awaited,
-        forbid=None if rows.grammars is None else rows.grammars.forbid(active),
-    )
 
 
 @lru_cache(maxsize=64)

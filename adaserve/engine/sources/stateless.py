@@ -6,15 +6,7 @@ import numpy as np
 
 from adaserve.engine.device import Drafter
 from adaserve.engine.request_state import DecodeRows
-from adaserve.engine.sources.search import (
-    Asking,
-    QueuedSearch,
-    context_gap,
-    drafted_rows,
-    fitting_shape,
-    once,
-    search_for,
-)
+from adaserve.engine.sources.search import Asking, QueuedSearch, context_gap, once, search_for
 from adaserve.engine.sources.source import KeepDrafting, PendingProposal, TreeSource
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.scheduler.interface import IterationPlan
@@ -36,19 +28,13 @@ class StatelessSource(TreeSource):
         self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None
     ) -> PendingProposal | None:
         """As deep as ``plan.draft``; None when no row may have a tree, or none is to be drafted for."""
-        active = drafted_rows(plan.draft, rows)
-        shape = fitting_shape(plan.draft, rows, active, self._max_nodes, self._most_steps)
-        if shape is None:
+        found = search_for(plan.draft, rows, self._sharpening, self._max_nodes, self._most_steps)
+        if found is None:
             return None
-        first = TreeBatch.roots(
-            rows.root_tokens[active],
-            rows.pool_rows[active],
-            rows.seq_lens[active],
-            shape.width,
-            context_gap(plan.draft, rows.seq_lens, active),
-        )
-        search = search_for(self._sharpening, rows, active, shape)
+        active, search = found
+        gap, width = context_gap(plan.draft, rows.seq_lens, active), search.shape.width
+        first = TreeBatch.roots(rows.root_tokens[active], search.pool_rows, search.base, width, gap)
         asking = None if keep is None else Asking(keep, plan, active, len(rows))
         ready = once(self._drafter.search(first, search, asking))
-        queued = QueuedSearch(ready, shape, active, np.arange(len(active)), len(rows))
+        queued = QueuedSearch(ready, search.shape, active, np.arange(len(active)), len(rows))
         return queued.pending(asking=asking)
