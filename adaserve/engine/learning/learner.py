@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,9 @@ from adaserve.trainer.versions import DamagedError, Versions
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
+MANY = 50_000_000
+"""Parameters with which an update, of some 4,000 tokens, takes one thread of a CPU tens of seconds: six times
+as many operations, at the 50 billion per second that a thread reaches."""
 MAX_JUDGED = 64
 """Judgements that are remembered for the operator."""
 TIGHT = 0.9
@@ -70,6 +73,7 @@ class Learner:
         target: str | None,
     ) -> None:
         require_learnable(weights.model, folder, target)
+        warn_of_slow_training(config.learn_device, list(weights.model.parameters()))
         if config.learn_folder is not None:  # while what is wrong with it can still be said
             versions = Versions(Path(config.learn_folder))
             versions.claim()
@@ -207,6 +211,17 @@ def require_learnable(model: Any, folder: str, target: str | None) -> None:
             learnable(folder, target)
     except Exception as error:  # transformers raises whatever it likes for models that it doesn't know
         raise UnsupportedError(f"the draft {folder} cannot learn ({error}): leave --learn out") from error
+
+
+def warn_of_slow_training(device: str, parameters: Sequence[Any]) -> None:
+    """``device``: where a draft with these ``parameters`` is trained; it is served where they are."""
+    size = sum(p.numel() for p in parameters)
+    if device == "cpu" and parameters[0].is_cuda and size > MANY:
+        logger.warning(
+            "AdaServe: the draft's %.0f million parameters are trained by one thread of a CPU, which will "
+            "take hours to learn anything: give --adaserve-learn-device a GPU, such as cuda:1",
+            size / 1e6,
+        )
 
 
 def is_tight(states: Iterable[RequestState], now_s: float) -> bool:

@@ -15,7 +15,13 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine.learning.learner import Learner, _Offer, is_tight, require_learnable
+from adaserve.engine.learning.learner import (
+    Learner,
+    _Offer,
+    is_tight,
+    require_learnable,
+    warn_of_slow_training,
+)
 from adaserve.engine.request_state import RequestState
 from adaserve.errors import UnsupportedError
 from adaserve.sharpening import Correction, DraftSharpening
@@ -42,6 +48,24 @@ def test_a_draft_whose_training_would_be_in_vain_is_refused(tmp_path: Path) -> N
         with pytest.raises(UnsupportedError, match=rf"(?s)cannot learn \(.*{why}.*: leave --learn out"):
             weights: Any = SimpleNamespace(model=served)
             Learner(AdaServeConfig(), unused, weights, unused, str(tmp_path / folder), unused, None)
+
+
+@pytest.mark.parametrize(
+    ("device", "is_cuda", "million", "is_slow"),
+    [
+        ("cpu", True, 600, True),
+        ("cpu", True, 20, False),
+        ("cuda:1", True, 600, False),
+        ("cpu", False, 600, False),
+    ],
+)
+def test_a_large_draft_wants_a_gpu_to_learn_on(
+    device: str, is_cuda: bool, million: int, is_slow: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = SimpleNamespace(numel=lambda: million * 500_000, is_cuda=is_cuda)
+    warn_of_slow_training(device, [half, half])
+    assert (f"{million} million parameters" in caplog.text) is is_slow
+    assert ("--adaserve-learn-device" in caplog.text) is is_slow
 
 
 @pytest.mark.parametrize(
