@@ -43,7 +43,7 @@ from tests.engine.gpu.scripts import python
 COMPARED = """
 from torch import tensor
 from tests.engine.gpu.triton_check import CPU, Scores, compare, far_slots, prompts
-print(*(compare(seed, CPU) for seed in range(4)), prompts(), far_slots())
+print(*(compare(seed, CPU, q_heads=n) for seed, n in enumerate((4, 2, 10, 14))), prompts(), far_slots())
 sinks = tensor([1.5, -2.0, 3.0, 0.0]).bfloat16()
 more = Scores(0.3, window=40, sinks=sinks), Scores(0.3, cap=2.0), Scores(0.3, window=300, cap=1.5)
 print(*(compare(seed, CPU, scores=scores) for seed in (0, 1) for scores in more))
@@ -51,8 +51,9 @@ print(*(compare(seed, CPU, scores=scores) for seed in (0, 1) for scores in more)
 
 
 def test_triton_reads_our_arrays_as_sdpa_does() -> None:
-    """In Triton's interpreter. The last figures of the first line are of prompts, and of a pool that 32 bits
-    cannot address; those of the second are of scores with windows, caps and sinks."""
+    """In Triton's interpreter. The first line has one, two, five and seven heads for each key head; its last
+    figures are of prompts, and of a pool that 32 bits cannot address. Those of the second are of scores with
+    windows, caps and sinks."""
     plain, more = (list(map(float, line.split())) for line in python(COMPARED, interpret=True).splitlines())
     *worst, far = plain
     assert len(worst) == 5 and max(worst) < 1e-5 and far < 4e-3

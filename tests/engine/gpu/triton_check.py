@@ -18,7 +18,11 @@ PLAIN = Scores(0.3)
 
 
 def compare(
-    seed: int, device: torch.device, dtype: torch.dtype = torch.float32, scores: Scores = PLAIN
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    scores: Scores = PLAIN,
+    q_heads: int = 4,
 ) -> float:
     """The largest difference over ragged requests, windows and padding; two runs of one plan, between which
     the mask changes as it does between draft steps."""
@@ -29,7 +33,7 @@ def compare(
     generator = torch.Generator().manual_seed(seed)
     pool, used = int(extent.kv_lens.sum()) + 20, int(extent.kv_lens[:-2].sum())
     keys, values = (torch.randn(pool, 2, 32, generator=generator).to(device, dtype) for _ in range(2))
-    q = torch.randn(int(extent.q_lens.sum()), 4, 32, generator=generator).to(device, dtype)
+    q = torch.randn(int(extent.q_lens.sum()), q_heads, 32, generator=generator).to(device, dtype)
     buffers = AttentionBuffers.allocate(pool, int(extent.byte_starts[-1]), device)
     buffers.kv_indices.fill_(7)
     buffers.kv_indices[:used].copy_(torch.randperm(pool, generator=generator)[:used])
@@ -38,7 +42,7 @@ def compare(
     # As if each token were one of the last eight of its text; padding's may be any.
     positions = np.repeat(extent.kv_lens, extent.q_lens) - 1 - np.arange(len(q)) % 8
     positions = torch.from_numpy(positions.clip(0)).to(device)
-    heads = AttentionShape(4, 2, 32, 0.3, dtype, dtype)
+    heads = AttentionShape(q_heads, 2, 32, 0.3, dtype, dtype)
     kernel = own_kernel(heads, device)(buffers, len(extent.q_lens), 0)
     reference = SdpaKernel(buffers)
     set_out(kernel, extent, device)
