@@ -93,9 +93,9 @@ def _is_there(device: str) -> bool:
 def _of_vocabularies(args: Any, config: AdaServeConfig) -> Refusals:
     """What checkpoints on this host say before they are loaded, which may take minutes. On a GPU a draft may
     have fewer tokens, as far as the target's tokenizer allows (``require_same_size``)."""
-    target = _vocabulary(args.model_path, args.revision)
+    target = _number("vocab_size", args.model_path, args.revision)
     for path, revision in _drafts(args, config):
-        if target is not None and (size := _vocabulary(path, revision)) is not None:
+        if target is not None and (size := _number("vocab_size", path, revision)) is not None:
             refused = size > target or (size < target and not on_device(args.device))
             yield refused, other_size(path, size, target)
 
@@ -147,10 +147,11 @@ def _context(args: Any, path: str, revision: str | None) -> int | None:
     return int(hub.get_context_length(hub.get_hf_text_config(config)))
 
 
-def _vocabulary(path: str, revision: str | None) -> int | None:
+def _number(name: str, path: str, revision: str | None) -> int | None:
+    """What the config.json of the model at ``path`` says, if it is on this host."""
     config = _read(path, revision)
-    size = config.get("text_config", config).get("vocab_size")
-    return size if isinstance(size, int) else None
+    number = config.get("text_config", config).get(name)
+    return number if isinstance(number, int) else None
 
 
 def _read(path: str, revision: str | None) -> dict[str, Any]:
@@ -163,6 +164,13 @@ def _of_ranks(args: Any, config: AdaServeConfig) -> Refusals:
         "drafts learn from the requests of a single rank: use --dp-size 1 and --tp-size 1, or leave --learn "
         "out",
     )
+    for path, revision in _drafts(args, config):
+        heads = _number("num_attention_heads", path, revision)
+        yield (
+            heads is not None and heads % args.tp_size > 0,
+            f"the draft {path} has {heads} attention heads, which {args.tp_size} ranks cannot share: use a "
+            "--tp-size that divides them, or another draft",
+        )
     yield args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"
     yield (
         args.attn_dp_size > 1,  # SGLang makes this of --enable-dp-attention

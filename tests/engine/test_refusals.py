@@ -111,6 +111,16 @@ def test_a_draft_learns_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         AdaServeConfig(learn_device="gpu")
 
 
+@pytest.mark.parametrize(("ranks", "is_served"), [(1, True), (2, True), (4, False), (7, True)])
+def test_ranks_share_the_heads_of_drafts(tmp_path: Path, ranks: int, is_served: bool) -> None:
+    """Qwen 2.5 0.5B has 14. SGLang says only where it failed, once the target is loaded."""
+    transformers.LlamaConfig(num_attention_heads=14, hidden_size=896).save_pretrained(tmp_path)
+    args = arguments(speculative_draft_model_path=str(tmp_path), device="cuda", tp_size=ranks)
+    says = "has 14 attention heads, which 4 ranks cannot share: use a --tp-size that divides them, or another"
+    with nullcontext() if is_served else pytest.raises(ValueError, match=says):
+        refuse_unsupported(args, AdaServeConfig())
+
+
 @pytest.mark.parametrize("drafts", ["model", "self,suffix"])
 def test_only_priced_chooses_what_drafts_read(drafts: str) -> None:
     """Others would read everything, which a target that drafts for itself must never do."""
