@@ -49,6 +49,7 @@ class CapturedGraph:
     """One ``torch.cuda.CUDAGraph``; all share SGLang's graph memory pool."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
+        from sglang.srt.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
         from sglang.srt.distributed.parallel_state import graph_capture
         from sglang.srt.model_executor.runner_utils import pool
         from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
@@ -58,6 +59,7 @@ class CapturedGraph:
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         memory = pool.get_or_create_global_graph_memory_pool(torch.cuda)
+        set_graph_pool_id(memory)  # --enable-symm-mem asks for it where no graph of SGLang's has set it
         with ExitStack() as stack:
             # The collector may find a kernel that nobody needs. Triton unloads it, and the capture fails.
             gc.disable()

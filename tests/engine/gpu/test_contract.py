@@ -22,6 +22,7 @@ MEMBERS = [
     f"{SGLANG}.distributed.parallel_state.graph_capture",
     f"{SGLANG}.model_executor.runner_utils.pool.get_or_create_global_graph_memory_pool",
     f"{SGLANG}.model_executor.runner_utils.pool.get_or_create_global_graph_capture_stream",
+    f"{SGLANG}.distributed.device_communicators.pynccl_allocator.set_graph_pool_id",
     f"{SGLANG}.model_executor.runner_utils.capture_mode.model_capture_mode",
     f"{SGLANG}.model_executor.forward_context.forward_context",
     f"{SGLANG}.model_executor.forward_batch_info.ForwardMode.TARGET_VERIFY",

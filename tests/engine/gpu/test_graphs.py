@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.srt.distributed.device_communicators import pynccl_allocator
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.gpu import beam_search, model
@@ -110,10 +111,12 @@ def test_memory_of_graphs_is_this_process_s(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may hold a kernel, and a capture in which one is unloaded fails."""
+    """It may hold a kernel, and a capture in which one is unloaded fails. SGLang's collectives are told where
+    graphs have their memory."""
     utils, session = "sglang.srt.model_executor.runner_utils", nullcontext(SimpleNamespace(stream=None))
     for name in ("memory_pool", "capture_stream"):
-        monkeypatch.setattr(f"{utils}.pool.get_or_create_global_graph_{name}", lambda *_: None)
+        monkeypatch.setattr(f"{utils}.pool.get_or_create_global_graph_{name}", lambda *_: "pool")
+    monkeypatch.setattr(pynccl_allocator, "_graph_pool_id", None)
     monkeypatch.setattr(f"{utils}.capture_mode.model_capture_mode", nullcontext)
     monkeypatch.setattr("sglang.srt.distributed.parallel_state.graph_capture", lambda stream: session)
     for name in ("synchronize", "CUDAGraph"):
@@ -122,6 +125,7 @@ def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch) -
     collects: list[bool] = []
     CapturedGraph(lambda: collects.append(gc.isenabled()))
     assert collects == [True, True, False] and gc.isenabled()
+    assert pynccl_allocator._graph_pool_id == "pool"
 
 
 def recorded(make: Callable[..., Any], events: list[str], made: list[weakref.ref[Any]]) -> Callable[..., Any]:
