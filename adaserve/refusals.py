@@ -267,6 +267,10 @@ def _of_gpus(args: Any) -> Refusals:
     """What would be refused once all models are loaded."""
     kinds = args.kv_cache_dtype, args.speculative_draft_kv_cache_dtype
     yield "fp8_e4m3" in kinds and not reads_e4m3(), NO_E4M3
+    yield (
+        kinds[0] not in ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
+        f"a KV cache of {kinds[0]} is not supported: use --kv-cache-dtype auto, bf16, fp8_e4m3 or fp8_e5m2",
+    )
 
 
 def _of_cpus(args: Any, config: AdaServeConfig) -> Refusals:

@@ -258,8 +258,14 @@ def test_a_quantized_draft_does_not_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", ["kv_cache_dtype", "speculative_draft_kv_cache_dtype"])
-def test_old_gpus_read_no_cache_in_e4m3(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+def test_caches_that_attention_cannot_read_are_refused_early(
+    monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
     config, asked = AdaServeConfig(), {of: "fp8_e4m3"}
+    with pytest.raises(
+        ValueError, match="a KV cache of mxfp8 is not supported: use --kv-cache-dtype auto, b"
+    ):
+        refuse_unsupported(arguments(kv_cache_dtype="mxfp8", device="cuda"), config)
     refuse_unsupported(arguments(**asked, device="cuda"), config)  # without a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, is_read in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
