@@ -7,6 +7,8 @@ that one's own successor may be drafted by then. The smaller reserve avoids retr
 
 SGLang lets a request grow until it fills the KV pool, as if an iteration wrote one slot. There is then no
 room for the window, and where nobody else is left to be retracted SGLang ends the request itself, with 500.
+It also starts a prompt as soon as there is room for it and its answer. Where that answer is shorter than the
+window, the request would be retracted right after its prefill, and its prompt read again and again.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ def register() -> None:
     hook(f"{sizing}.get_alloc_reserve_per_decode", lambda _: _window(), HookType.AROUND)
     hook(f"{sizing}.get_req_to_token_extra_context_len", _row_headroom, HookType.AFTER)
     hook("sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", _leave_a_window, HookType.AFTER)
+    hook("sglang.srt.managers.schedule_policy.PrefillAdder.__init__", _count_windows, HookType.AFTER)
 
 
 def _window() -> int:
@@ -46,3 +49,11 @@ def _leave_a_window(info: tuple[Any, ...], worker: Any) -> tuple[Any, ...]:
     longest, prompt = info[LONGEST_REQUEST], info[LONGEST_PROMPT]
     over = max(0, longest + _window() - worker.model_runner.effective_logical_max_total_num_tokens)
     return (*info[:LONGEST_REQUEST], longest - over, prompt - over, *info[LONGEST_PROMPT + 1 :])
+
+
+def _count_windows(_: None, adder: Any, *_given: Any, **_named: Any) -> None:
+    """A prompt starts only where there is room for its own last iteration, and for the next one of those that
+    run. With SGLang's own slot per request on top, the longest one would never start."""
+    adder.per_req_token_overhead += _window() - adder.page_size
+    if adder.running_batch is not None and adder.running_batch.reqs:
+        adder.memory_budget.total_offset += adder.running_batch.new_tokens_required_next_decode()

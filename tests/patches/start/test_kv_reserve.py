@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaserve.patches.start.kv_reserve import _leave_a_window, _row_headroom, _window
+from adaserve.patches.start.kv_reserve import _count_windows, _leave_a_window, _row_headroom, _window
 
 ROOT_AND_CANDIDATES, DEEPEST = 9, 3
 LAG = 2 * (DEEPEST + 1)
@@ -34,3 +34,13 @@ def test_the_last_window_of_the_longest_request_fits(pool: int, less: int) -> No
     runner = SimpleNamespace(effective_logical_max_total_num_tokens=pool)
     said = _leave_a_window((0, 1, 2, 3, 100, 95, 6, 7), SimpleNamespace(model_runner=runner))
     assert said == (0, 1, 2, 3, 100 - less, 95 - less, 6, 7)
+
+
+@pytest.mark.parametrize(("running", "needed"), [(["a request"], 7), ([], 0)])
+def test_a_prompt_starts_where_windows_fit(running: list[str], needed: int) -> None:
+    """SGLang wants one slot more than that, and the longest request leaves it."""
+    batch = SimpleNamespace(reqs=running, new_tokens_required_next_decode=lambda: 7)
+    budget = SimpleNamespace(total_offset=20)
+    adder = SimpleNamespace(page_size=1, per_req_token_overhead=1, memory_budget=budget, running_batch=batch)
+    _count_windows(None, adder)
+    assert adder.per_req_token_overhead == ROOT_AND_CANDIDATES and budget.total_offset == 20 + needed
