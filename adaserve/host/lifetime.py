@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import runpy
 import signal
@@ -20,14 +21,17 @@ def die_with_parent() -> None:
     """Makes Linux end this process when the command that started it is gone, or ends it now where that has
     happened already: a server takes seconds to get here, and a replica minutes the first time.
 
-    For the server's first process only: SGLang lets its own children follow it.
+    SGLang lets its own children follow the server's first process, but only once they have imported it. If
+    that was killed by then, its detokenizer would stay forever: here they end as well.
     """
     started_by = os.environ.get(PARENT_ENV)
-    if sys.platform != "linux" or started_by is None:
+    if sys.platform != "linux":
         return
     if started_by == str(os.getppid()):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if not _is_there(started_by):
+    parent = multiprocessing.parent_process()
+    needed = [started_by, None if parent is None else str(parent.pid)]
+    if not all(pid is None or _is_there(pid) for pid in needed):
         os.kill(os.getpid(), signal.SIGTERM)
 
 

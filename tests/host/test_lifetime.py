@@ -66,3 +66,22 @@ def test_a_server_does_not_outlive_a_command_that_ended_before_it_was_heeded(
     done = subprocess.run([sys.executable, *command], env=env, capture_output=True, timeout=60, check=False)
     parent.wait()
     assert done.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and not done.stdout, done
+
+
+ORPHAN = """
+import multiprocessing, os, signal, time
+from adaserve.host.lifetime import die_with_parent
+def serve(parent):
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    die_with_parent()
+    print("up", flush=True)
+multiprocessing.get_context("fork").Process(target=serve, args=(os.getpid(),)).start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+def test_a_process_of_a_server_that_was_killed_meanwhile_does_not_start() -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
