@@ -37,6 +37,11 @@ def test_dashboards_and_alerts_ask_for_metrics_that_exist(server: ServerProcess)
     wanted -= {name for name in wanted if any(r.startswith(name) for r in recorded)}
     assert len(wanted) > 20
     assert wanted <= exported, wanted - exported
+    has: dict[str, set[str]] = {}
+    for name, labels in samples:
+        has.setdefault(name, {"instance", "priority"}).update(dict(labels))  # which others add to it
+    for name, selector in re.findall(r"\b((?:adaserve|sglang):[a-z_]+){([^}]*)}", asked + rules):
+        assert set(re.findall(r"(\w+)!?=", selector)) <= has[name], (name, selector)
     models = {dict(labels).get("model_name") for name, labels in samples if name.startswith("adaserve:")}
     assert models == {
         dict(labels)["model_name"] for name, labels in samples if name == "sglang:num_queue_reqs"
