@@ -12,6 +12,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """Of a model that is not a folder here."""
 
 _CONFIGS = ("config.json", "params.json")  # of Hugging Face and of Mistral
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")  # a file of GGUF is a model
 _PATIENCE_S = 10.0
 _OTHER_HUB = "SGLANG_USE_MODELSCOPE"
 
@@ -22,8 +23,8 @@ def why_no_model(path: str) -> str | None:
     if folder.is_dir():
         known = any((folder / name).is_file() for name in _CONFIGS)
         return None if known else f"{path} holds no config.json: give the folder of a model"
-    if folder.is_file() and folder.suffix != ".gguf":
-        return f"{path} is a file: give the folder of a model"
+    if folder.is_file() and folder.suffix in _WEIGHTS:
+        return f"{path} is a file of weights: give the folder of the model"
     if folder.exists() or "/" not in path or "://" in path or HUB_NAME.fullmatch(path):
         return None
     return f"there is no model at {path}: give a folder or a Hugging Face name"
