@@ -32,7 +32,7 @@ def reader(
     model = save_reader(folder)
     server, probe = adaserve_server(
         folder, folder, "noisy" if way == "cpu" else None, {**TREES, **WAYS[way]},
-        {**RESTLESS, "audit_every": 1 << 30}, overlap=way == "device",
+        {**RESTLESS, "retract_every": 12, "audit_every": 1 << 30}, overlap=way == "device",
         **{**TIGHT, "max-total-tokens": 700, "chunked-prefill-size": 48},
     )  # fmt: skip
     if way == "device":
