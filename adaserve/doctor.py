@@ -22,10 +22,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from adaserve.commands import NO, in_one_line
+from adaserve.host import device
 from adaserve.host.cache import cache_folder
 from adaserve.host.cores import usable_cores, usable_memory
 from adaserve.host.description import cpu_name, version_of
-from adaserve.host.device import select
 from adaserve.host.ports import why_not_free
 from adaserve.sglang_compat import SGLANG_VERSION
 
@@ -138,7 +138,7 @@ def check_accelerator() -> list[Finding]:
 
     if torch.cuda.is_available():
         return [Finding("Accelerator", "ok", torch.cuda.get_device_name())]
-    if select() is not None:
+    if device.on_cpu():
         return [
             Finding(
                 "Accelerator",
@@ -170,7 +170,7 @@ def check_entry_points(on_cpu: bool | None = None) -> list[Finding]:
             continue
         findings.append(Finding(what, "ok", f"{ours[0].name} = {ours[0].value}"))
         names.append(ours[0].name)
-    return findings + _hidden(names, select() is not None if on_cpu is None else on_cpu)
+    return findings + _hidden(names, device.on_cpu() if on_cpu is None else on_cpu)
 
 
 def _hidden(names: list[str], on_cpu: bool) -> list[Finding]:
@@ -241,7 +241,7 @@ def _compiler() -> list[Finding]:
         return [Finding("Compiler", "ok", find_compiler())]
     except BuildError as error:
         cost = "the CPU kernels stay off and serving is slower"
-        if select() is None:
+        if not device.on_cpu():
             cost = "FlashInfer cannot build its kernels"
         return [Finding("Compiler", "note", "none", f"{cost}: {error}")]
 

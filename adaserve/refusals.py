@@ -80,7 +80,7 @@ def _of_drafts(args: Any, config: AdaServeConfig) -> Refusals:
     )
     asked, draft = args.speculative_draft_model_quantization, (path, args.speculative_draft_model_revision)
     yield (
-        config.learn and bool(path) and _is_quantised([asked], draft),
+        config.learn and bool(path) and _is_quantized([asked], draft),
         "a quantized draft does not learn: serve one in 16 bits (beside --quantization with "
         "--speculative-draft-model-quantization unquant), or leave --learn out",
     )
@@ -280,7 +280,7 @@ def _of_cpus(args: Any, config: AdaServeConfig) -> Refusals:
     asked = args.quantization, args.speculative_draft_model_quantization
     models = ((args.model_path, args.revision), *_drafts(args, config))
     yield (
-        _is_quantised(asked, *models) and not (cpu_has_amx_support() or is_host_cpu_arm64()),
+        _is_quantized(asked, *models) and not (cpu_has_amx_support() or is_host_cpu_arm64()),
         "on CPUs SGLang reads quantized weights only with its kernels for AMX or Arm, which this host lacks: "
         "serve models in 16 or 32 bits, without --quantization and --speculative-draft-model-quantization",
     )
@@ -315,7 +315,7 @@ def _of_cpus(args: Any, config: AdaServeConfig) -> Refusals:
     )
 
 
-def _is_quantised(asked: Iterable[str | None], *models: tuple[str, str | None]) -> bool:
+def _is_quantized(asked: Iterable[str | None], *models: tuple[str, str | None]) -> bool:
     """``asked``: ways to quantize that flags name; ``models``: folders and their revisions."""
     by_flag = bool({*asked} - {None, "unquant"})
     return by_flag or any("quantization_config" in _read(*model) for model in models)

@@ -17,7 +17,8 @@ def compile_sampler(vocabulary: int, device: torch.device) -> None:
     """
     if get_exec().kernel.sampling_backend != "flashinfer":
         return
-    probabilities, top_p = torch.ones(2, vocabulary, device=device) / vocabulary, torch.ones(2, device=device)
+    probabilities = torch.full((2, vocabulary), 1 / vocabulary, device=device)
+    top_p = torch.ones(2, device=device)
     try:
         sampler.top_k_top_p_sampling_from_probs(
             probabilities, torch.ones_like(top_p, dtype=torch.int32), top_p, filter_apply_order="joint"
