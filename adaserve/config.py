@@ -29,7 +29,7 @@ ENV = "ADASERVE_CONFIG"
 CLASSES_ENV = "ADASERVE_CLASSES"
 """What the file of SLO classes held when the server started, as JSON. Its processes need it at other times:
 an HTTP worker when it is started, perhaps a second time, and some at their first request."""
-PREFILLS = ("slack", "exclusive")
+PREFILLS = ("mixed", "slack", "exclusive")
 DRAFTS = ("model", "self", "suffix")
 AUTO_WINDOWS = (0, 256, 64)
 """What the policy chooses among with ``draft_window`` auto."""
@@ -167,11 +167,11 @@ class AdaServeConfig(Checked):
     learn_folder: str | None = Field(
         default=None, description="keep better drafts in this folder, and start with the last one"
     )
-    prefill: Literal["slack", "exclusive"] | None = Field(
+    prefill: Literal["mixed", "slack", "exclusive"] | None = Field(
         default=None,
-        description="slack (default of policies that look at SLOs): prefill chunks between decode "
-        "iterations, as large as the running requests' SLOs allow; exclusive (default of the others): all "
-        "prefills first",
+        description="mixed (default of policies that look at SLOs): prefill chunks share forwards with "
+        "verification, where that is possible, and are as large as the running requests' SLOs allow; slack: "
+        "such chunks have forwards of their own; exclusive (default of the others): all prefills first",
     )
     prefill_interval: int = Field(
         default=8,

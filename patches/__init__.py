@@ -123,6 +123,7 @@ MODULES = {
     "scheduler": (
         "refused_starts",
         "prefill_slack",
+        "mixed_forwards",
         "sessions",
         "scheduler_guard",  # around it: an id that is live is refused first
         "stop_strings",

@@ -30,7 +30,7 @@ from adaserve.engine.roots import RootTokens
 from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.time_breakdown import TimeBreakdown
 from adaserve.engine.trees import verify
-from adaserve.engine.trees.batch import UnreadNodes
+from adaserve.engine.trees.batch import TreeBatch, UnreadNodes
 from adaserve.engine.trees.proposal import Proposal, Unread, merge
 from adaserve.patches.scheduler import result_copies
 from adaserve.patches.scheduler.grammar_time import end_slow
@@ -84,7 +84,12 @@ class DecodeLoop:
         self._last: Iteration | None = None  # what the next one's dry run goes through
         self._ahead: DraftAhead | None = None  # of the next iteration
         self._leaving: list[str] = []  # finished requests that an unobserved iteration still knows
+        self._beside: TreeBatch | None = None  # prompts that the next verification has in its forward
         self._take_runs()  # the measurements'
+
+    def read_beside(self, prompts: TreeBatch) -> None:
+        """The next iteration's verification has these in its forward. SGLang calls for them next."""
+        self._beside = prompts
 
     def decode(
         self, batch: Any, on_publish: Publish | None, grammar_barrier: Callable[[], None] | None = None
@@ -96,16 +101,17 @@ class DecodeLoop:
         int64 [n], as soon as these are queued. ``grammar_barrier`` returns when SGLang has advanced grammars
         by what the last iteration accepted.
         """
+        beside, self._beside = self._beside, None
         pool_rows = rows_of_pool(batch)
         states = self.requests.at(pool_rows.tolist())
         settings, asked = sampling.Settings.of(batch.reqs), BatchRequests.of(batch.reqs, states)
         self._take_runs()  # what drafts have read in prefills is no part of this iteration
-        behind, drawn = self._hear(batch, asked, settings, grammar_barrier)
+        behind, drawn = self._hear(batch, asked, settings, grammar_barrier, beside)
         if self.learner is not None:
             self.learner.look(states, time.perf_counter())
         policy, ahead = self.decisions.policy, self._take_ahead(states)
         start_s, start = time.perf_counter(), self.device.mark()
-        rows = self._rows(batch, pool_rows, asked)
+        rows = self._rows(batch, pool_rows, asked, beside)
         offers = self._offers(rows)
         underway = NO_DRAFT if drawn is not None else None if ahead is None else ahead.plan
         plan = self._plan(rows, offers, settings, underway, start_s)
@@ -113,7 +119,9 @@ class DecodeLoop:
         choice = self._choose(plan, rows, draft, offers)
         verified = verify.build(rows, choice.proposal, choice.selection)
         recorded = self.tap.rows(rows)
-        tensors, draws, logits = self._verify(batch, rows, settings, verified, choice, drawn, recorded)
+        tensors, draws, logits = self._verify(
+            batch, rows, settings, verified, choice, drawn, recorded, beside
+        )
         acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
         tapped = {}
         if logits is not None and len(recorded):
@@ -145,11 +153,15 @@ class DecodeLoop:
             self.settle()
         return result
 
-    def _rows(self, batch: Any, pool_rows: np.ndarray, asked: BatchRequests) -> DecodeRows:
+    def _rows(
+        self, batch: Any, pool_rows: np.ndarray, asked: BatchRequests, beside: TreeBatch | None
+    ) -> DecodeRows:
         states, info = asked.states, batch.sampling_info
         generated = np.array([len(s.generated) for s in states], np.int64)
         cached = asked.prompt_tokens + generated - 1  # all but the last one
         running = asked.running(generated, cached, self.deepest, self.lengths)
+        if beside is not None:
+            running = replace(running, prefill_tokens=len(beside))
         grammars = Grammars.of(batch.reqs, info) if asked.with_grammar else None
         return DecodeRows(states, cached, pool_rows, running, info.sampling_seed is None, grammars)
 
@@ -179,9 +191,10 @@ class DecodeLoop:
     def _may_go_unread(
         self, rows: DecodeRows, offers: Sequence[Proposal], settings: sampling.Settings
     ) -> bool:
-        """Whether the device knows enough to verify what it drafts: no other candidates join the draft, and
-        no draw depends on the text."""
+        """Whether the device knows enough to verify what it drafts: no other candidates join the draft, no
+        prompts join the verification, and no draw depends on the text."""
         joined = offers or rows.grammars is not None or len(self.device.drafters) > 1
+        joined = joined or rows.running.prefill_tokens > 0
         return not (joined or settings.penalized.any()) and self.device.target.follows
 
     def _draft(self, plan: IterationPlan, rows: DecodeRows, start: Mark) -> QueuedDraft:
@@ -240,6 +253,7 @@ class DecodeLoop:
         asked: BatchRequests,
         settings: sampling.Settings,
         grammar_barrier: Callable[[], None] | None,
+        beside: TreeBatch | None,
     ) -> tuple[Mark | None, torch.Tensor | None]:
         """Reads what the last iteration accepted, if that comes late (overlap). If this iteration is queued
         before that is known, the last one's tokens are only counted.
@@ -247,10 +261,11 @@ class DecodeLoop:
         Returns the end of the last iteration, if anything is queued behind it; and in the latter case its
         tokens on the device, int64 [n]."""
         behind, drawn = None if self._ahead is None else self._ahead.behind, None
-        if self._arriving is not None and self._goes_ahead(self._arriving, batch, asked, settings):
-            for state in self._arriving.rows.states:
+        last = self._arriving
+        if last is not None and beside is None and self._goes_ahead(last, batch, asked, settings):
+            for state in last.rows.states:
                 state.expect()
-            behind, drawn = self._arriving.marks.accepted, batch.spec_info.bonus_tokens
+            behind, drawn = last.marks.accepted, batch.spec_info.bonus_tokens
         else:
             self._advance()
         if grammar_barrier is not None:
@@ -281,6 +296,7 @@ class DecodeLoop:
         choice: Choice,
         drawn: torch.Tensor | None,
         recorded: np.ndarray,
+        beside: TreeBatch | None,
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
         """The verified tokens on the device, the target's draws int64 [T], and logits if they were
         computed."""
@@ -292,7 +308,8 @@ class DecodeLoop:
             states = target.run(replace(verified.batch, unread=UnreadNodes(unread.found, tensors)))
         else:
             known = verified.batch if drawn is None else replace(verified.batch, drawn=drawn)
-            states = target.run(known)  # first: the device waits for it, and not for what follows
+            # First: the device waits for it, and not for what follows.
+            states = target.run(known) if beside is None else target.run_beside(known, beside)
             tensors = self.device.put(verified.arrays())
         if drawn is not None:
             tensors["tree"][0].copy_(drawn)

@@ -157,6 +157,16 @@ class ModelForward(Drafter, Protocol):
         """Opaque states of the T tokens, whose KV is written."""
         ...
 
+    @property
+    def most_beside(self) -> int:
+        """Prompt tokens that a verification can have in its forward (``run_beside``); 0 = none."""
+        ...
+
+    def run_beside(self, batch: TreeBatch, texts: TreeBatch) -> Any:
+        """``run``, with the prompts ``texts`` in the same forward. SGLang calls the model for these next, and
+        then nothing is left to compute for them but logits."""
+        ...
+
     def feed(self, batch: TreeBatch) -> None:
         """Writes the KV of texts, and nothing else."""
         ...

@@ -114,7 +114,8 @@ class Iteration:
             verify_s=marks.verifying.seconds_until(marks.accepted),
             total_s=drafted_s + marks.resumed.seconds_until(marks.accepted),
             since_last_s=end_s - last_end_s if last_end_s else 0.0,
-            prefilled=prefilled,
+            prefilled=prefilled or self.plan.running.prefill_tokens > 0,
+            prefill_tokens=self.plan.running.prefill_tokens,
             first_level_s=None if first is None else start.seconds_until(first) - catch_up_s,
         )
 

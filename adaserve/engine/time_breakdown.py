@@ -18,7 +18,7 @@ class TimeBreakdown:
         self.last_end_s = 0.0
         """When the latest decode iteration was over."""
         names = "decode_s iterations prefill_s prefills target_s draft_s loop_s loop_models_s loops"
-        names += " stalls stalled_s unread"
+        names += " stalls stalled_s unread mixed"
         self._sums = dict.fromkeys(names.split(), 0.0)
         self.has_prefilled = True
         """Whether there was a prefill since then."""
@@ -33,6 +33,7 @@ class TimeBreakdown:
         sums = self._sums
         sums["decode_s"] += outcome.total_s
         sums["iterations"] += 1
+        sums["mixed"] += outcome.prefill_tokens > 0
         sums["unread"] += outcome.plan.takes_all and outcome.trees.n_nodes > 0
         of_model = [sum(start.seconds_until(end) for start, end in forwards) for forwards in runs]
         sums["target_s"] += of_model[0]

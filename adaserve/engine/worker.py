@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -44,6 +45,7 @@ from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.build_sources import sources_of
 from adaserve.engine.sources.draft_model import DraftModels
 from adaserve.engine.sources.source import TreeSource
+from adaserve.engine.trees.batch import TreeBatch
 from adaserve.host.device import on_device
 from adaserve.patches.start.kv_sizing import draft_paths
 from adaserve.scheduler.costs.latency import LatencyModel
@@ -80,6 +82,7 @@ class AdaServeWorker(BaseSpecWorker):
             DraftModels(paths, server_args, gpu_id, nccl_port, target_worker) if paths else None
         )
         self._server_args = server_args
+        self._read: Any = None  # the batch whose prompts were read in the last verification
         # The arguments have none where none was given; SGLang has then drawn one.
         self._requests = Requests((target_worker.random_seed, get_parallel().dp_rank or 0))
 
@@ -111,6 +114,7 @@ class AdaServeWorker(BaseSpecWorker):
             self._requests.states,
             rank_sync,
             tenant_share=classes.limits.tenant_share,
+            most_beside=device.target.most_beside,
         )
         self.forecaster = Forecaster(self.prefill, self.ledger, classes)
         self.shedder = Shedder(config.shed, self.forecaster, self.ledger, classes)
@@ -205,8 +209,17 @@ class AdaServeWorker(BaseSpecWorker):
             return self._prefill(batch, on_publish)
         return self.loop.decode(batch, on_publish, grammar_barrier)
 
+    def read_beside(self, batch: Any) -> None:
+        """The next decode iteration reads the prompts of SGLang's ``batch`` in its forward. After it, SGLang
+        has this batch prefilled as usual."""
+        starts, q_lens = np.array([batch.prefix_lens, batch.extend_lens], np.int64)
+        tokens = batch.prefill_input_ids_cpu.numpy().astype(np.int64)
+        self.loop.read_beside(TreeBatch.causal(tokens, rows_of_pool(batch), starts, q_lens))
+        self._read = batch
+
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         start_s = time.perf_counter()
+        was_read, self._read = self._read is batch, None
         restore_penalties(batch.sampling_info, batch.reqs)
         if (shift := self.loop.device.shift) is not None:
             shift.start(batch)
@@ -225,7 +238,10 @@ class AdaServeWorker(BaseSpecWorker):
         self.loop.times.prefilled(seconds)
         self.loop.decisions.prefilled(tokens, seconds)
         self.ledger.prefilled(batch.reqs, seconds)
-        self.prefill.observe_prefill(tokens, seconds, encoded)
+        if was_read:
+            self.prefill.observe_beside(tokens, seconds)
+        else:
+            self.prefill.observe_prefill(tokens, seconds, encoded)
         return result
 
     def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:

@@ -22,6 +22,7 @@ class Load:
     slots: int  # requests that may run at the same time
     most_tokens: int  # of a prefill
     paced: bool  # whether prefills are paced
+    most_beside: int = 0  # tokens of a prefill that shares a forward with running requests; 0 = none does
     first: int | None = None
     """How many of the queue, from its beginning on, may start before all others; None = nobody goes first."""
 
@@ -63,6 +64,10 @@ class Pacer(Protocol):
 
     def paces(self, policy: str) -> bool:
         """Whether prefills are paced under this policy."""
+        ...
+
+    def most_beside(self, policy: str) -> int:
+        """Prompt tokens that may share a forward with running requests under this policy."""
         ...
 
     def plan(self, load: Load, now_s: float) -> PrefillPlan:
@@ -132,6 +137,10 @@ class WorkerInterface(Protocol):
         """None where no draft learns."""
         ...
 
+    def read_beside(self, batch: Any) -> None:
+        """The next decode iteration reads the prompts of SGLang's ``batch`` in its forward."""
+        ...
+
     def fix_baseline(self, baseline_s: float) -> None:
         """SLOs that are multiples of the baseline follow this one, whatever is learned."""
         ...
@@ -161,6 +170,11 @@ def is_paced(worker: WorkerInterface) -> bool:
     return worker.prefill.paces(worker.policies.current.name)
 
 
+def most_beside(worker: WorkerInterface) -> int:
+    """Prompt tokens that may share a forward with running requests now."""
+    return worker.prefill.most_beside(worker.policies.current.name)
+
+
 def load_of(scheduler: Any) -> Load:
     """What runs and waits in an SGLang scheduler now."""
     started = scheduler.chunked_req
@@ -171,4 +185,5 @@ def load_of(scheduler: Any) -> Load:
         slots=scheduler.max_running_requests,
         most_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
         paced=is_paced(worker_of(scheduler)),
+        most_beside=most_beside(worker_of(scheduler)),
     )

@@ -27,7 +27,7 @@ from adaserve.scheduler.admission.prefill import PrefillPlan, plan_prefill
 from adaserve.scheduler.admission.situation import Situation, WaitingBatch, first_token_due_s, tpot_to_meet_s
 from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.costs.prefills import LearnedPrefills
-from adaserve.scheduler.interface import IntArray, IterationOutcome, RunningBatch
+from adaserve.scheduler.interface import Context, IntArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.policies import is_slo_aware
 from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
@@ -71,8 +71,9 @@ class PrefillPacer:
         states: Mapping[int, RequestState],
         rank_sync: RankSync,
         tenant_share: float = 1.0,
+        most_beside: int = 0,
     ) -> None:
-        """``states``: the worker's, by request-pool row. ``tenant_share``: share of the time for which one
+        """``states``: the worker's, by request-pool row. ``most_beside``: as in ``ModelForward``. ``tenant_share``: share of the time for which one
         tenant's TPOT SLOs may hold up other prompts; without a break at most that share of a prompt's
         patience."""
         self._rank_sync = rank_sync
@@ -81,6 +82,10 @@ class PrefillPacer:
         self._costs, self._ledger, self._states = costs, ledger, states
         one_s, far_s = costs.first_prefills_s(np.array([1.0, LearnedPrefills.FAR]))
         self._prefills = LearnedPrefills(float(one_s), float(far_s))
+        token_s = float(far_s - one_s) / LearnedPrefills.FAR
+        self._beside = LearnedPrefills(token_s, token_s * LearnedPrefills.FAR)  # what they add to verifications
+        self._most_beside = most_beside
+        self._added_s = 0.0  # by the prompts in the last verification
         self._encoders = LearnedPrefills(float(one_s), float(far_s))  # of images: nothing better is known
         self.predictor = TPOTPredictor(costs)
         self._recent = RecentWork()
@@ -95,7 +100,11 @@ class PrefillPacer:
         """Whether prefills are paced. Slack comes from SLOs, so policies that ignore SLOs get SGLang's own
         prefills unless the configuration says otherwise.
         """
-        return self.mode == "slack" or (self.mode is None and is_slo_aware(policy))
+        return self.mode in ("mixed", "slack") or (self.mode is None and is_slo_aware(policy))
+
+    def most_beside(self, policy: str) -> int:
+        """Prompt tokens that may be in a verification's forward under this policy; 0 = none."""
+        return self._most_beside if self.paces(policy) and self.mode != "slack" else 0
 
     def set_mode(self, mode: str | None) -> None:
         """From the next prefill on; None: what fits the policy."""
@@ -112,9 +121,18 @@ class PrefillPacer:
         else:
             self._prefills.observe(tokens, quiet_s)
 
+    def observe_beside(self, tokens: int, seconds: float) -> None:
+        """What was left to do, in the draft above all, for prompts that were in the last verification."""
+        self._recent.prefilled(seconds)
+        self._beside.observe(tokens, (self._added_s + seconds) / self._costs.slowdown)
+
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
-        rids, verified = outcome.plan.running.rids, float(outcome.selection.verify_tokens)
+        running = outcome.plan.running
+        rids, verified = running.rids, float(outcome.selection.verify_tokens)
+        if outcome.prefill_tokens:
+            context = Context(float(running.context_tokens.sum()), len(running))
+            self._added_s = max(0.0, outcome.verify_s - self._costs.verify_s(verified, context))
         self._recent.decoded(rids, outcome.new_tokens, verified, outcome.prefill_tokens, outcome.cycle_s)
         self._holds.charge(self._holders, outcome.total_s, outcome.end_s)
         self._holders = set()
@@ -157,9 +175,13 @@ class PrefillPacer:
         aims = [*every[: len(started)], *picked.values()]
         places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)
         running, batch = self._decoding(load.running, now_s)
-        chunks = self._prefills.chunks(load.most_tokens, self._costs.slowdown)
+        most = load.most_tokens
+        if running and load.most_beside:
+            most = min(most, load.most_beside)
+        cost = self._beside if running and load.most_beside else self._prefills
+        chunks = cost.chunks(most, self._costs.slowdown)
         interference = self._recent.interference(self._costs, batch, len(waiting) + 1, chunks, now_s)
-        rule = replace(self._rule, chunk_tokens=load.most_tokens)
+        rule = replace(self._rule, chunk_tokens=most)
         queue = self._waiting(waiting, aims, load.started)
         return View(
             Situation(rule, queue, now_s, interference), waiting, places, every, running, batch, turns

@@ -90,6 +90,19 @@ class CpuForward:
         plan = verification_plan(self._req_to_token, batch)
         return self._hidden(self._inputs(batch, plan, self._before(batch)))
 
+    @property
+    def most_beside(self) -> int:
+        """None where SGLang's own forward runs, which would make the logits of every token."""
+        return self.most_tokens if isinstance(self.model, LlamaForward) else 0
+
+    def run_beside(self, batch: TreeBatch, texts: TreeBatch) -> Tensor:
+        assert isinstance(self.model, LlamaForward)
+        table = self._req_to_token
+        plan = verification_plan(table, batch).beside(attention_plan(table, texts))
+        states = self._hidden(both(self._inputs(batch, plan, None), self._inputs(texts, plan, None)))
+        self.model.model.read = states[len(batch) :]
+        return states[: len(batch)]
+
     def feed(self, batch: TreeBatch) -> None:
         self.run(batch)
 
@@ -229,6 +242,14 @@ def level_batch(levels: Levels, search: Search, step: int, kv_lens: np.ndarray) 
         kv_lens=kv_lens,
         seen=levels.visible[:, before].flatten(0, 1).numpy(),
     )
+
+
+def both(first: Inputs, then: Inputs) -> Inputs:
+    """The tokens of both, with the layout of both, which the first has."""
+    tokens, positions, slots = (
+        torch.cat((getattr(first, name), getattr(then, name))) for name in ("tokens", "positions", "slots")
+    )
+    return Inputs(tokens, positions, slots, first.plan)
 
 
 def cpu_forward(runner: Any, shift: RotaryShift | None = None) -> CpuForward:

@@ -43,6 +43,9 @@ class LlamaModel:
         self.store(weights, storage)
         self.sink: Sink | None = None
         """Who is given hidden states of every forward, for heads that read them."""
+        self.read: torch.Tensor | None = None
+        """fp32 [T, H]: hidden states of the prompts that SGLang calls the model for next, if those were read in
+        a verification's forward."""
 
     def store(self, weights: ModelWeights, storage: Storage) -> None:
         """From now on these weights, stored like this."""

@@ -73,7 +73,7 @@ class _ModelSource(ctypes.Structure):
 
 class _Batch(ctypes.Structure):
     _fields_ = (
-        *((name, _Int) for name in ("tokens", "requests", "kv_type")),
+        *((name, _Int) for name in ("tokens", "requests", "masked", "kv_type")),
         *((name, _Pointer) for name in ("ids", "positions", "slots", "qo_indptr", "kv_indptr", "kv_indices")),
         ("mask", _Pointer),
         ("k_pools", _Pointer),
@@ -216,7 +216,7 @@ class NativeBackend:
         ids, positions, slots = (t.numel() for t in each)  # len(t) is a slow way to ask
         if not ids == positions == slots:
             raise ValueError("a forward needs one token id, one position and one slot for each token")
-        b.tokens, b.requests = ids, plan.num_requests
+        b.tokens, b.requests, b.masked = ids, plan.num_requests, plan.masked
         b.ids, b.positions, b.slots = (t.data_ptr() for t in each)
         b.qo_indptr, b.kv_indptr = plan.qo_indptr.data_ptr(), plan.kv_indptr.data_ptr()
         b.kv_indices = plan.kv_indices.data_ptr()

@@ -25,9 +25,10 @@ class TreeAttentionPlan:
     qo_indptr: torch.Tensor  # int32 [n + 1], queries of request i are [qo_indptr[i], qo_indptr[i + 1])
     kv_indptr: torch.Tensor  # int32 [n + 1], its keys are kv_indices[kv_indptr[i] : kv_indptr[i + 1]]
     kv_indices: torch.Tensor  # int32 [sum kv], pool slots
-    # bool, per request row-major [q_i x kv_i], concatenated; None: causal, where the q_i queries are the last
-    # q_i keys.
+    # bool, per request row-major [q_i x kv_i], concatenated, of all requests but the last ``texts``, which are
+    # causal: their q_i queries are the last q_i keys. None: all are causal.
     custom_mask: torch.Tensor | None = None
+    texts: int = 0
     # int64 [T], places of the queries in their texts; needed where a layer has a sliding window.
     positions: torch.Tensor | None = None
 
@@ -46,6 +47,31 @@ class TreeAttentionPlan:
     def num_requests(self) -> int:
         return self.qo_indptr.numel() - 1
 
+    @property
+    def masked(self) -> int:
+        """The first so many requests have a mask."""
+        return 0 if self.custom_mask is None else self.num_requests - self.texts
+
+    def beside(self, texts: TreeAttentionPlan) -> TreeAttentionPlan:
+        """That of one forward of this one's requests and of ``texts``, which are causal."""
+        assert texts.custom_mask is None
+
+        def joined(name: str) -> torch.Tensor:
+            mine, others = getattr(self, name), getattr(texts, name)
+            return torch.cat((mine, others[1:] + mine[-1]))
+
+        positions = None
+        if self.positions is not None and texts.positions is not None:
+            positions = torch.cat((self.positions, texts.positions))
+        return TreeAttentionPlan(
+            joined("qo_indptr"),
+            joined("kv_indptr"),
+            torch.cat((self.kv_indices, texts.kv_indices)),
+            self.custom_mask,
+            self.texts + texts.num_requests,
+            positions,
+        )
+
     @cached_property
     def spans(self) -> list[tuple[int, int, int, int]]:
         """Per request: first query, end of queries, first key, end of keys."""
@@ -56,9 +82,9 @@ class TreeAttentionPlan:
     def masks(self) -> list[torch.Tensor]:
         """Per request the boolean mask [q_i, kv_i]."""
         result, start = [], 0
-        for q0, q1, k0, k1 in self.spans:
+        for i, (q0, q1, k0, k1) in enumerate(self.spans):
             q, kv = q1 - q0, k1 - k0
-            if self.custom_mask is None:
+            if i >= self.masked or self.custom_mask is None:
                 result.append(torch.ones(q, kv, dtype=torch.bool).tril_(kv - q))
             else:
                 result.append(self.custom_mask[start : start + q * kv].view(q, kv))

@@ -19,7 +19,8 @@ typedef struct {
     size_t slot_stride;      /* elements between slots */
     int requests;
     const int32_t *qo_indptr, *kv_indptr, *kv_indices;
-    const uint8_t *mask;     /* per request row-major, or NULL: causal */
+    int masked;              /* the first requests, which have a mask; the others are causal */
+    const uint8_t *mask;     /* of these, per request row-major */
     const int64_t *mask_start;
     int item_heads;          /* kv heads of an item: one or all */
     const int32_t *item_start; /* [requests + 1], items are (query block, block of kv heads) */
@@ -62,7 +63,7 @@ static attention_item find_item(const attention *a, int item) {
     i.q0 = local / pieces * a->block_queries[request];
     i.queries = imin(a->block_queries[request], total - i.q0);
     i.rows = i.queries * (a->heads / a->kv_heads);
-    i.keys = a->mask ? kv : imax(0, i.past + i.q0 + i.queries);
+    i.keys = request < a->masked ? kv : imax(0, i.past + i.q0 + i.queries);
     i.slots = a->kv_indices + a->kv_indptr[request];
     return i;
 }
@@ -188,10 +189,11 @@ static void score_block(const attention *a, attention_scratch *s, const attentio
     }
     const int group = a->heads / a->kv_heads, padded = ceil_div(end, PANEL) * PANEL;
     const int64_t kv = a->kv_indptr[i->request + 1] - a->kv_indptr[i->request];
+    const int masked = i->request < a->masked;
     for (int r = 0; r < i->rows; r++) {
         const int query = i->q0 + r / group;
-        const uint8_t *mask = a->mask ? a->mask + a->mask_start[i->request] + query * kv : NULL;
-        hide_keys(scores + r * s->score_stride, key0, padded, a->mask ? (int)kv : i->past + query + 1, mask,
+        const uint8_t *mask = masked ? a->mask + a->mask_start[i->request] + query * kv : NULL;
+        hide_keys(scores + r * s->score_stride, key0, padded, masked ? (int)kv : i->past + query + 1, mask,
                   s->maxima + (row0 + r) * VL);
     }
 }
@@ -250,7 +252,7 @@ static void find_values(const attention *a, attention_scratch *s, const attentio
         fetch_head(a, a->values, key_at(a, i, head, key0 + j + KEY_BLOCK));
         float *row = s->values + j * a->padded_dim;
         widen(a->type, a->values, key_at(a, i, head, key0 + j), row, a->head_dim);
-        if (a->type == FP16 && a->mask) drop_overflow(row, a->head_dim);
+        if (a->type == FP16 && i->request < a->masked) drop_overflow(row, a->head_dim);
     }
     t->w = s->values;
     t->ldw = a->padded_dim;

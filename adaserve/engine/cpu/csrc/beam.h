@@ -169,6 +169,7 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
     level.qo_indptr = b.qo_indptr;
     level.kv_indptr = s->kv_indptr;
     level.kv_indices = s->kv_indices;
+    level.masked = s->rows;
     level.mask = b.mask;
     level.before = is_head(m) ? b.before : NULL;
     level.before_rows = NULL;

@@ -38,10 +38,10 @@ static int check_batch(const batch *b, const model *m) {
     int64_t cells = 0;
     for (int i = 0; i < b->requests; i++) {
         const int64_t queries = b->qo_indptr[i + 1] - b->qo_indptr[i], keys = b->kv_indptr[i + 1] - b->kv_indptr[i];
-        if (!b->mask && queries > keys) return BAD_SPAN; /* causal: the queries are the last keys */
-        cells += queries * keys;
+        if (i < b->masked) cells += queries * keys;
+        else if (queries > keys) return BAD_SPAN; /* causal: the queries are the last keys */
     }
-    if (b->mask && cells > b->mask_cells) return BAD_SPAN;
+    if (cells > b->mask_cells) return BAD_SPAN;
     if (is_head(m) != (b->before != NULL)) return BAD_STATES;
     if (b->before && (b->before_rows ? outside64(b->before_rows, b->tokens, b->befores) : b->tokens > b->befores))
         return BAD_STATES;
