@@ -180,6 +180,8 @@ TARGETS = {
     "sglang.srt.session.session_controller.Session.create_req": ["self", "req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
+    f"{MANAGERS}.scheduler.Scheduler.run_batch": ["self", "batch"],
+    f"{MANAGERS}.scheduler.Scheduler.process_batch_result": ["self", "batch", "result"],
     f"{MANAGERS}.schedule_policy.PrefillAdder.__init__": ["self"],
     f"{MANAGERS}.schedule_policy.PrefillAdder.add_one_req": [
         "self", "req", "has_chunked_req", "truncation_align_size",

@@ -73,9 +73,9 @@ class PrefillPacer:
         tenant_share: float = 1.0,
         most_beside: int = 0,
     ) -> None:
-        """``states``: the worker's, by request-pool row. ``most_beside``: as in ``ModelForward``. ``tenant_share``: share of the time for which one
+        """``states``: the worker's, by request-pool row. ``tenant_share``: share of the time for which one
         tenant's TPOT SLOs may hold up other prompts; without a break at most that share of a prompt's
-        patience."""
+        patience. ``most_beside``: as in ``ModelForward``."""
         self._rank_sync = rank_sync
         self.mode: str | None = config.prefill
         self._rule = config.for_prefills()

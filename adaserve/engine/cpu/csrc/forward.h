@@ -317,8 +317,8 @@ static int plan_attention(pass *p, const batch *whole, buffer *plan, int threads
         .padded_dim = ceil_div(s->head_dim, PANEL) * PANEL, .type = b->kv_type, .q = p->qkv,
         .q_stride = (size_t)(s->heads + 2 * s->kv_heads) * s->head_dim, .out = p->attended,
         .slot_stride = b->slot_stride, .requests = n, .qo_indptr = b->qo_indptr, .kv_indptr = b->kv_indptr,
-        .kv_indices = b->kv_indices, .masked = b->masked, .mask = b->mask, .mask_start = mask_start, .item_start = item_start,
-        .block_queries = block};
+        .kv_indices = b->kv_indices, .masked = b->masked, .mask = b->mask, .mask_start = mask_start,
+        .item_start = item_start, .block_queries = block};
     plan_items(&p->attention, item_start, block, threads);
     int64_t cells = 0;
     for (int i = 0; i < n; i++) {
