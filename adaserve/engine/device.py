@@ -167,6 +167,10 @@ class ModelForward(Drafter, Protocol):
         then nothing is left to compute for them but logits."""
         ...
 
+    def forget_read(self) -> None:
+        """Drops what ``run_beside`` has kept of prompts, if SGLang has not called the model for them."""
+        ...
+
     def feed(self, batch: TreeBatch) -> None:
         """Writes the KV of texts, and nothing else."""
         ...

@@ -212,20 +212,25 @@ class AdaServeWorker(BaseSpecWorker):
     def read_beside(self, batch: Any) -> None:
         """The next decode iteration reads the prompts of SGLang's ``batch`` in its forward. After it, SGLang
         has this batch prefilled as usual."""
+        if (shift := self.loop.device.shift) is not None:
+            shift.start(batch)
         starts, q_lens = np.array([batch.prefix_lens, batch.extend_lens], np.int64)
         tokens = batch.prefill_input_ids_cpu.numpy().astype(np.int64)
         self.loop.read_beside(TreeBatch.causal(tokens, rows_of_pool(batch), starts, q_lens))
         self._read = batch
 
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
-        start_s = time.perf_counter()
+        start_s, target = time.perf_counter(), self.loop.device.target
         was_read, self._read = self._read is batch, None
         restore_penalties(batch.sampling_info, batch.reqs)
-        if (shift := self.loop.device.shift) is not None:
-            shift.start(batch)
+        if not was_read:
+            target.forget_read()
+            if (shift := self.loop.device.shift) is not None:
+                shift.start(batch)
         ends = batch.seq_lens_cpu.tolist()
         encoded = tokens_to_encode(zip(batch.reqs, batch.prefix_lens, ends, strict=True))
         result = self.target_worker.forward_batch_generation(batch)
+        target.forget_read()
         self.loop.settle()  # the last iteration was still running when this forward was queued
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
@@ -236,11 +241,11 @@ class AdaServeWorker(BaseSpecWorker):
         self._start_requests(batch, result.next_token_ids.tolist())
         tokens, seconds = int(batch.extend_num_tokens), time.perf_counter() - max(start_s, self.loop.free_s())
         self.loop.times.prefilled(seconds)
-        self.loop.decisions.prefilled(tokens, seconds)
         self.ledger.prefilled(batch.reqs, seconds)
         if was_read:
             self.prefill.observe_beside(tokens, seconds)
         else:
+            self.loop.decisions.prefilled(tokens, seconds)
             self.prefill.observe_prefill(tokens, seconds, encoded)
         return result
 

@@ -4,15 +4,19 @@ Why: a forward of SGLang has either prompts or requests that decode, if there is
 ``--enable-mixed-chunk`` decodes one token of each request in a prefill, without drafts). So all running
 requests stand still while a prompt is read, although a forward that verifies leaves compute unused.
 
-Here SGLang makes a batch of prompts as usual. Before it runs, a decode iteration of the running requests does,
-and its verification has the prompts in the same forward. Then SGLang runs the prompts, for which all is
+Here SGLang makes a batch of prompts as usual. Before it runs, a decode iteration of the running requests
+does, and its verification has the prompts in the same forward. Then SGLang runs the prompts, for which all is
 computed but the first tokens. To SGLang these are two batches, one after the other. Both results come out of
 one step of its loop, so they are processed together.
+
+Under the overlap schedule SGLang's queue of results holds one per step, which is that of the prompts. Where
+it is asked for the requests or the grammars of results that wait, those of the iteration beside are added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -28,6 +32,8 @@ def register() -> None:
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     hook(f"{scheduler}.run_batch", _run, HookType.AROUND)
     hook(f"{scheduler}.process_batch_result", _process, HookType.AROUND)
+    hook(f"{scheduler}._reqs_finishing_inflight", _finishing, HookType.AROUND)
+    hook(f"{scheduler}._advance_pending_grammar", _advance_grammars, HookType.AROUND)
 
 
 def _run(original: Callable[..., Any], self: Any, batch: Any, *more: Any, **named: Any) -> Any:
@@ -37,15 +43,53 @@ def _run(original: Callable[..., Any], self: Any, batch: Any, *more: Any, **name
     worker_of(self).read_beside(batch)
     decoded = original(self, decoding)
     shared = decoding.copy(), decoded
-    result = original(self, batch, *more, **named)
+    with _in_one_record(self):
+        result = original(self, batch, *more, **named)
+    batch.launch_ts = decoding.launch_ts  # the prompts were read from there on, as SGLang's load reports say
     setattr(result, DECODED, shared)
     return result
 
 
 def _process(original: Callable[..., None], self: Any, batch: Any, result: Any) -> None:
-    if (shared := getattr(result, DECODED, None)) is not None:
+    if (shared := _decoded(result)) is not None:
         original(self, *shared)
     return original(self, batch, result)
+
+
+def _finishing(original: Callable[..., list[Any]], self: Any, batch: Any) -> list[Any]:
+    """Requests whose last token is in a result that waits: they do not decode again."""
+    waits = self.result_queue if self.enable_overlap else ()
+    beside = {req for _, result in waits if (shared := _decoded(result)) for req in shared[0].reqs}
+    more = [req for req in batch.reqs if req in beside and req.next_output_finishes_by_length()]
+    return original(self, batch) + more
+
+
+def _advance_grammars(original: Callable[..., None], self: Any) -> None:
+    """By the tokens of all results that wait."""
+    for _, result in self.result_queue:
+        if (shared := _decoded(result)) is not None:
+            decoding, decoded = shared
+            self.batch_result_processor.advance_grammar_fsm(decoded, decoding)
+    original(self)
+
+
+def _decoded(result: Any) -> tuple[Any, Any] | None:
+    shared: tuple[Any, Any] | None = getattr(result, DECODED, None)
+    return shared
+
+
+@contextmanager
+def _in_one_record(scheduler: Any) -> Iterator[None]:
+    """The batch that runs inside is recorded together with the last one. Under the overlap schedule SGLang
+    keeps batches until the second one after them is launched, so that no tensor is freed that the device
+    still reads. A step has one record."""
+    if not scheduler.enable_overlap:
+        yield
+        return
+    records, place = scheduler.batch_record_buf, scheduler.batch_record_ct
+    decoding, scheduler.batch_record_ct = records[place], (place - 1) % len(records)
+    yield
+    records[scheduler.batch_record_ct].append(decoding)
 
 
 def _decoding_beside(scheduler: Any, batch: Any) -> Any | None:

@@ -182,6 +182,8 @@ TARGETS = {
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
     f"{MANAGERS}.scheduler.Scheduler.run_batch": ["self", "batch"],
     f"{MANAGERS}.scheduler.Scheduler.process_batch_result": ["self", "batch", "result"],
+    f"{MANAGERS}.scheduler.Scheduler._reqs_finishing_inflight": ["self", "batch"],
+    f"{MANAGERS}.scheduler.Scheduler._advance_pending_grammar": ["self"],
     f"{MANAGERS}.schedule_policy.PrefillAdder.__init__": ["self"],
     f"{MANAGERS}.schedule_policy.PrefillAdder.add_one_req": [
         "self", "req", "has_chunked_req", "truncation_align_size",

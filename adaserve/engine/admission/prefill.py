@@ -83,7 +83,8 @@ class PrefillPacer:
         one_s, far_s = costs.first_prefills_s(np.array([1.0, LearnedPrefills.FAR]))
         self._prefills = LearnedPrefills(float(one_s), float(far_s))
         token_s = float(far_s - one_s) / LearnedPrefills.FAR
-        self._beside = LearnedPrefills(token_s, token_s * LearnedPrefills.FAR)  # what they add to verifications
+        # What they add to verifications.
+        self._beside = LearnedPrefills(token_s, token_s * LearnedPrefills.FAR)
         self._most_beside = most_beside
         self._added_s = 0.0  # by the prompts in the last verification
         self._encoders = LearnedPrefills(float(one_s), float(far_s))  # of images: nothing better is known

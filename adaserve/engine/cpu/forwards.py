@@ -92,7 +92,7 @@ class CpuForward:
 
     @property
     def most_beside(self) -> int:
-        """None where SGLang's own forward runs, which would make the logits of every token."""
+        """0 where SGLang's own forward runs, which would make the logits of every token."""
         return self.most_tokens if isinstance(self.model, LlamaForward) else 0
 
     def run_beside(self, batch: TreeBatch, texts: TreeBatch) -> Tensor:
@@ -102,6 +102,10 @@ class CpuForward:
         states = self._hidden(both(self._inputs(batch, plan, None), self._inputs(texts, plan, None)))
         self.model.model.read = states[len(batch) :]
         return states[: len(batch)]
+
+    def forget_read(self) -> None:
+        if isinstance(self.model, LlamaForward):
+            self.model.model.read = None
 
     def feed(self, batch: TreeBatch) -> None:
         self.run(batch)

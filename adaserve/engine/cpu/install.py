@@ -42,9 +42,7 @@ def install(model: Any, storage: Storage) -> None:
     ) -> torch.Tensor:
         from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 
-        if llama.read is not None:
-            states, llama.read = llama.read, None
-            assert len(states) == len(input_ids)
+        if (states := llama.take_read(len(input_ids))) is not None:
             return states
         pool = get_token_to_kv_pool()
         inputs = Inputs(input_ids, positions, forward_batch.out_cache_loc, get_attn_backend().plan)

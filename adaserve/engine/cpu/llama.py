@@ -44,8 +44,15 @@ class LlamaModel:
         self.sink: Sink | None = None
         """Who is given hidden states of every forward, for heads that read them."""
         self.read: torch.Tensor | None = None
-        """fp32 [T, H]: hidden states of the prompts that SGLang calls the model for next, if those were read in
-        a verification's forward."""
+        """fp32 [T, H]: hidden states of the prompts that SGLang calls the model for next, if those were read
+        in a verification's forward."""
+
+    def take_read(self, tokens: int) -> torch.Tensor | None:
+        """``read``, once, if there is any. Raises RuntimeError if it is not of so many tokens."""
+        states, self.read = self.read, None
+        if states is not None and len(states) != tokens:
+            raise RuntimeError(f"{len(states)} tokens of prompts were read, and SGLang asks for {tokens}")
+        return states
 
     def store(self, weights: ModelWeights, storage: Storage) -> None:
         """From now on these weights, stored like this."""

@@ -25,8 +25,8 @@ class TreeAttentionPlan:
     qo_indptr: torch.Tensor  # int32 [n + 1], queries of request i are [qo_indptr[i], qo_indptr[i + 1])
     kv_indptr: torch.Tensor  # int32 [n + 1], its keys are kv_indices[kv_indptr[i] : kv_indptr[i + 1]]
     kv_indices: torch.Tensor  # int32 [sum kv], pool slots
-    # bool, per request row-major [q_i x kv_i], concatenated, of all requests but the last ``texts``, which are
-    # causal: their q_i queries are the last q_i keys. None: all are causal.
+    # bool, per request row-major [q_i x kv_i], concatenated, of all requests but the last ``texts``, which
+    # are causal: their q_i queries are the last q_i keys. None: all are causal.
     custom_mask: torch.Tensor | None = None
     texts: int = 0
     # int64 [T], places of the queries in their texts; needed where a layer has a sliding window.
