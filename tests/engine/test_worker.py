@@ -31,16 +31,57 @@ def test_noise_is_of_the_seed_that_sglang_draws(monkeypatch: pytest.MonkeyPatch)
     assert worker._requests._seed == (7, 0)
 
 
+NONE = torch.zeros(0)
+
+
+def prompts(**more: Any) -> Any:
+    """SGLang's batch of them."""
+    fields: dict[str, Any] = {
+        "reqs": [], "sampling_info": None, "seq_lens": NONE, "seq_lens_cpu": NONE, "prefix_lens": [],
+        "extend_num_tokens": 0,
+    }  # fmt: skip
+    return SimpleNamespace(**{**fields, **more})
+
+
+def prefilling(order: list[str], told: list[Any]) -> Any:
+    """A worker as far as a prefill reads it: ``order`` of what it calls, and what it has ``told``."""
+
+    def forward(batch: Any) -> Any:
+        order.append("forward")
+        return SimpleNamespace(next_token_ids=torch.zeros(0, dtype=torch.int32))
+
+    device = SimpleNamespace(
+        shift=SimpleNamespace(start=lambda batch: order.append("shift")),
+        target=SimpleNamespace(forget_read=lambda: order.append("forget")),
+    )
+    worker: Any = SimpleNamespace(
+        target_worker=SimpleNamespace(forward_batch_generation=forward),
+        loop=SimpleNamespace(
+            settle=lambda: order.append("settle"),
+            read_beside=lambda batch: order.append("read"),
+            times=TimeBreakdown(),
+            sources=[],
+            device=device,
+            free_s=lambda: worker.loop.times.last_end_s + 2.0,
+            decisions=SimpleNamespace(prefilled=lambda tokens, seconds: told.append(seconds)),
+        ),
+        ledger=SimpleNamespace(prefilled=lambda reqs, seconds: told.append(seconds)),
+        prefill=SimpleNamespace(
+            observe_prefill=lambda tokens, seconds, _: told.append(seconds),
+            observe_beside=lambda tokens, seconds: told.append("beside"),
+        ),
+        _start_requests=lambda batch, tokens: None,
+        _read=None,
+    )
+    return worker
+
+
 def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outcome is read after that, and waiting for it is not the prefill's time."""
     clock = SimpleNamespace(now_s=100.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     order: list[str] = []
     told: list[float] = []
-
-    def forward(batch: Any) -> Any:
-        order.append("forward")
-        return SimpleNamespace(next_token_ids=torch.zeros(0, dtype=torch.int32))
 
     def settle() -> None:
         """The iteration goes on for 5 s, and the draft that was queued behind it for 2."""
@@ -49,27 +90,29 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.M
         worker.loop.times.last_end_s = clock.now_s
         clock.now_s += 2.25
 
-    worker: Any = SimpleNamespace(
-        target_worker=SimpleNamespace(forward_batch_generation=forward),
-        loop=SimpleNamespace(
-            settle=settle,
-            times=TimeBreakdown(),
-            sources=[],
-            device=SimpleNamespace(shift=SimpleNamespace(start=lambda batch: order.append("shift"))),
-            free_s=lambda: worker.loop.times.last_end_s + 2.0,
-            decisions=SimpleNamespace(prefilled=lambda tokens, seconds: told.append(seconds)),
-        ),
-        ledger=SimpleNamespace(prefilled=lambda reqs, seconds: told.append(seconds)),
-        prefill=SimpleNamespace(observe_prefill=lambda tokens, seconds, _: told.append(seconds)),
-        _start_requests=lambda batch, tokens: None,
-    )
-    none = torch.zeros(0)
-    batch = SimpleNamespace(
-        reqs=[], sampling_info=None, seq_lens=none, seq_lens_cpu=none, prefix_lens=[], extend_num_tokens=0
-    )
-    AdaServeWorker._prefill(worker, batch, None)
-    assert order == ["shift", "forward", "settle"]
+    worker = prefilling(order, told)
+    worker.loop.settle = settle
+    AdaServeWorker._prefill(worker, prompts(), None)
+    assert order == ["forget", "shift", "forward", "forget", "settle"]
     assert told == [0.25, 0.25, 0.25] and worker.loop.times.report()["prefill_s"] == 0.25
+
+
+def test_what_was_read_of_prompts_is_for_them_alone() -> None:
+    """If SGLang prefills others next, it is dropped, and these are prefilled as usual."""
+    two = {"prefix_lens": [], "extend_lens": [], "prefill_input_ids_cpu": NONE, "req_pool_indices_cpu": NONE}
+    order: list[str] = []
+    told: list[Any] = []
+    worker, mine = prefilling(order, told), prompts(**two)
+    AdaServeWorker.read_beside(worker, mine)
+    AdaServeWorker._prefill(worker, mine, None)
+    assert order == ["shift", "read", "forward", "forget", "settle"]
+    assert told[1:] == ["beside"], "it counts as a prefill of its own"
+    for again in (prompts(**two), mine):
+        order.clear()
+        AdaServeWorker.read_beside(worker, mine)
+        AdaServeWorker._prefill(worker, prompts(**two), None)
+        AdaServeWorker._prefill(worker, again, None)
+        assert order == ["shift", "read", *["forget", "shift", "forward", "forget", "settle"] * 2]
 
 
 def test_model_time_of_loops_is_without_prefills() -> None:
@@ -78,16 +121,20 @@ def test_model_time_of_loops_is_without_prefills() -> None:
     def runs(seconds: float) -> list[Any]:
         return [(SimpleNamespace(seconds_until=lambda end: end - 1.0), 1.0 + seconds)]
 
-    def ended(end_s: float, since_last_s: float, unread: bool = False, nodes: int = 3, **more: Any) -> Any:
+    def ended(
+        end_s: float, since_last_s: float, unread: bool = False, nodes: int = 3, chunk: int = 0, **more: Any
+    ) -> Any:
         trees, plan = SimpleNamespace(n_nodes=nodes), SimpleNamespace(takes_all=unread)
-        times = {"total_s": 0.04, "since_last_s": since_last_s, "end_s": end_s}
+        times = {
+            "total_s": 0.04, "since_last_s": since_last_s, "end_s": end_s, "prefill_tokens": chunk,
+        }  # fmt: skip
         return cast(IterationOutcome, SimpleNamespace(plan=plan, trees=trees, **times, **more))
 
     times = TimeBreakdown()
-    times.decoded(ended(1.0, 0.5, prefilled=True), [runs(0.01), runs(0.3)])
+    times.decoded(ended(1.0, 0.5, prefilled=True, chunk=40), [runs(0.01), runs(0.3)])
     times.decoded(ended(1.05, 0.05, unread=True, prefilled=False), [runs(0.01), runs(0.02) * 2])
     said = times.report()
-    assert (said["iterations"], said["loops"]) == (2.0, 1.0)
+    assert (said["iterations"], said["loops"], said["mixed"]) == (2.0, 1.0, 1.0)
     assert said["target_s"] == pytest.approx(0.02) and said["draft_s"] == pytest.approx(0.34)
     assert said["loop_s"] == pytest.approx(0.05) and said["loop_models_s"] == pytest.approx(0.05)
     assert not said["stalls"] and said["unread"] == 1.0

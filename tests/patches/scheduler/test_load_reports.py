@@ -59,7 +59,7 @@ def scheduler_of(forecaster: Any, ledger: Any, **state: Any) -> Any:
     worker = SimpleNamespace(
         ledger=ledger,
         forecaster=forecaster,
-        prefill=SimpleNamespace(paces=lambda _: True),
+        prefill=SimpleNamespace(paces=lambda _: True, most_beside=lambda _: 0),
         policies=SimpleNamespace(current=SimpleNamespace(name="priced")),
     )
     idle = {

@@ -135,7 +135,7 @@ def test_an_abort_says_why() -> None:
     worker: Any = SimpleNamespace(
         shedder=shedder(2.0),
         policies=SimpleNamespace(current=SimpleNamespace(name="x")),
-        prefill=SimpleNamespace(paces=lambda _: True),
+        prefill=SimpleNamespace(paces=lambda _: True, most_beside=lambda _: 0),
     )
     scheduler = SimpleNamespace(
         draft_worker=worker, chunked_req=None,
