@@ -107,6 +107,22 @@ def test_a_mask_that_is_too_small_is_refused(llama: LlamaModel) -> None:
         forward(llama, call)
 
 
+def test_a_mask_is_of_the_first_requests_alone(llama: LlamaModel) -> None:
+    """The others are causal: they need no mask, and as many keys as queries."""
+
+    def two(masked: int, indices: list[int]) -> Inputs:
+        both = Call([5, 6, 7, 8], [0, 1, 2, 3], [9, 3, 4, 20], [0, 2, 4], [0, 2, len(indices)], indices)
+        inputs = both.inputs()
+        plan = dataclasses.replace(inputs.plan, custom_mask=torch.ones(masked, dtype=torch.bool), texts=1)
+        return dataclasses.replace(inputs, plan=plan)
+
+    pool = Pool(llama.config, 2, SLOTS)
+    assert torch.isfinite(llama.forward(two(4, [9, 3, 4, 20]), pool.k, pool.v)).all()
+    for masked, indices in ((3, [9, 3, 4, 20]), (4, [9, 3, 4])):
+        with pytest.raises(IndexError, match="spans"):
+            llama.forward(two(masked, indices), pool.k, pool.v)
+
+
 def test_inputs_of_different_lengths_are_refused(llama: LlamaModel) -> None:
     call = Call.good()
     call.slots = call.slots[:-1]

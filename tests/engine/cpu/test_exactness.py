@@ -18,7 +18,7 @@ from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, path_to, read_hf, run, tree_mask
-from tests.engine.trees.factories import decode_rows, selection_of
+from tests.engine.trees.factories import decode_rows, random_selection, selection_of
 
 STORAGES: list[Storage] = ["fp32", "fp16", "bf16", "int8"]
 ROW_COUNTS = [*range(1, 65), 121, 130]
@@ -134,13 +134,78 @@ def test_storages_that_hold_the_weights_agree() -> None:
     assert torch.equal(results[0], results[2])
 
 
+def forward_of(llama: LlamaModel, pool: Pool, rows: int) -> CpuForward:
+    """With so many requests, each of which has 64 slots."""
+    table = torch.tensor([pool.take(64) for _ in range(rows)], dtype=torch.int32)
+    return CpuForward(LlamaForward(llama, SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v)), table)
+
+
+def random_trees(contexts: list[int], rng: np.random.Generator) -> TreeBatch:
+    """What is verified of trees that were drafted behind so many tokens."""
+    n, shape = len(contexts), tree_shape(3, 3, None)
+    parents = [-1, -1, -1, *rng.integers(0, 3, 3), *rng.integers(3, 6, 3)]
+    trees = CandidateTrees(
+        9 * np.arange(n + 1), rng.integers(0, 131, 9 * n), np.tile(parents, n), np.tile(shape.depth, n),
+        np.zeros(9 * n),
+    )  # fmt: skip
+    chosen = random_selection(trees, rng, share=rng.choice([0.0, 0.6, 1.0]))
+    proposal = Proposal(trees, np.tile(shape.columns, n), shape.width)
+    return verify.build(decode_rows(contexts), proposal, chosen).batch
+
+
+def random_prompts(first_row: int, count: int, rng: np.random.Generator) -> tuple[TreeBatch, TreeBatch]:
+    """What is cached of some prompts, and the next part of each."""
+    rows, starts = first_row + rng.permutation(count), rng.integers(0, 40, count)
+    starts[rng.random(count) < 0.3] = 0
+    lens = rng.integers(1, 20, count)
+    cached, read = (rng.integers(0, 131, int(many.sum())) for many in (starts, lens))
+    return TreeBatch.causal(cached, rows, 0 * starts, starts), TreeBatch.causal(read, rows, starts, lens)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prompts_beside_trees_change_no_bit(llama: LlamaModel, seed: int) -> None:
+    """States and KV of a forward of both are those of a forward of each."""
+    rng = np.random.default_rng(seed)
+    contexts, prompts = rng.integers(0, 40, rng.integers(1, 6)), int(rng.integers(1, 5))
+    rows = np.arange(len(contexts))[::-1].copy()
+    text = rng.integers(0, 131, int(contexts.sum()))
+    before = TreeBatch.causal(text, rows, 0 * contexts, contexts)
+    trees = random_trees(contexts.tolist(), rng)
+    cached, read = random_prompts(len(contexts), prompts, rng)
+    found = []
+    for together in (False, True):
+        pool = Pool(llama.config, 2, dtype=(torch.float32, torch.float16, torch.bfloat16)[seed % 3])
+        forward = forward_of(llama, pool, len(contexts) + prompts)
+        forward.run(before)
+        forward.run(cached)
+        if together:
+            states = forward.run_beside(trees, read)
+            prompts_states = llama.take_read(len(read))
+            assert prompts_states is not None and llama.take_read(len(read)) is None
+        else:
+            states, prompts_states = forward.run(trees), forward.run(read)
+        found.append([states, prompts_states, *pool.k, *pool.v])
+    assert all(torch.equal(apart, beside) for apart, beside in zip(*found, strict=True))
+
+
+def test_what_was_read_is_for_as_many_tokens() -> None:
+    llama = LlamaModel(*read_hf(hf_model()))
+    forward = forward_of(llama, Pool(llama.config, 2), 3)
+    rng = np.random.default_rng(1)
+    for _ in range(2):
+        forward.run_beside(random_trees([0], rng), random_prompts(1, 2, rng)[1])
+        forward.forget_read()
+        assert llama.take_read(5) is None, "it was dropped"
+    forward.run_beside(random_trees([0], rng), read := random_prompts(1, 2, rng)[1])
+    with pytest.raises(RuntimeError, match="tokens of prompts were read"):
+        llama.take_read(len(read) + 1)
+    assert llama.take_read(len(read)) is None
+
+
 def test_nodes_of_a_served_tree_equal_plain_decoding(llama: LlamaModel) -> None:
     """Whose columns do not follow their depths: the likeliest node of each level stands in front."""
     prompt, root, shape = [3 * i % 131 for i in range(20)], 1, tree_shape(3, 3, None)
-    pool, table = Pool(llama.config, 2), torch.zeros(2, 64, dtype=torch.int32)
-    for row in range(2):
-        table[row] = torch.tensor(pool.take(64), dtype=torch.int32)
-    forward = CpuForward(LlamaForward(llama, SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v)), table)
+    forward = forward_of(llama, Pool(llama.config, 2), 2)
 
     def read(row: int, tokens: list[int], start: int) -> torch.Tensor:
         rows, starts, lens = (np.array([n]) for n in (row, start, len(tokens)))

@@ -11,7 +11,8 @@ import torch
 
 from adaserve.engine.sources.beam import MAX_PENDING
 from adaserve.engine.trees import verify
-from adaserve.engine.trees.attention import attention_plan, token_slots
+from adaserve.engine.trees.attention import Scores, attend, attention_plan, token_slots
+from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal, merge
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.scheduler.interface import CandidateTrees
@@ -382,6 +383,38 @@ def test_built_batch(seed: int) -> None:
         seen = plan.custom_mask[offset : offset + len(kv)]
         assert set(kv[seen].tolist()) == expected
         offset += len(kv)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6])
+@pytest.mark.parametrize("window", [0, 4])
+def test_prompts_stand_behind_trees_in_one_layout(share: float, window: int) -> None:
+    """Requests see what they saw, twice: behind prompts there is room for more."""
+    rng = np.random.default_rng(0)
+    rows, table = decode_rows([5, 9]), slot_table(5)
+    proposal = drafted(rows, 3, 2)
+    trees = verify.build(rows, proposal, random_selection(proposal.trees, rng, share)).batch
+    assert (trees.seen is None) == (share == 0)
+    starts, lens = np.array([0, 7, 3]), np.array([6, 1, 4])
+    texts = TreeBatch.causal(np.arange(11), np.array([4, 2, 3]), starts, lens)
+    some, others = texts_of(texts, [0, 1]), texts_of(texts, [2])
+    plans = [attention_plan(table, batch) for batch in (trees, some, others)]
+    whole = plans[0].beside(plans[1]).beside(plans[2])
+    assert whole.num_requests == 5 and whole.masked == (2 if share else 0)
+    assert whole.kv_indices.tolist() == [slot for plan in plans for slot in plan.kv_indices.tolist()]
+    q, keys, values = torch.randn(len(trees) + 11, 2, 8), torch.randn(400, 2, 8), torch.randn(400, 2, 8)
+    sizes = [len(trees), 7, 4]
+    apart = [
+        attend(part, keys, values, plan, Scores(0.3, window))
+        for part, plan in zip(q.split(sizes), plans, strict=True)
+    ]
+    assert torch.equal(attend(q, keys, values, whole, Scores(0.3, window)), torch.cat(apart))
+
+
+def texts_of(texts: TreeBatch, chosen: list[int]) -> TreeBatch:
+    """Some rows of a causal batch."""
+    mine = np.isin(texts.row, chosen)
+    starts = texts.kv_lens - texts.q_lens
+    return TreeBatch.causal(texts.tokens[mine], texts.pool_rows[chosen], starts[chosen], texts.q_lens[chosen])
 
 
 def test_roots_only() -> None:
