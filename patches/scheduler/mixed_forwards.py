@@ -58,8 +58,9 @@ def _process(original: Callable[..., None], self: Any, batch: Any, result: Any) 
 
 def _finishing(original: Callable[..., list[Any]], self: Any, batch: Any) -> list[Any]:
     """Requests whose last token is in a result that waits: they do not decode again."""
-    waits = self.result_queue if self.enable_overlap else ()
-    beside = {req for _, result in waits if (shared := _decoded(result)) for req in shared[0].reqs}
+    beside = {
+        req for _, result in self.result_queue if (shared := _decoded(result)) for req in shared[0].reqs
+    }
     more = [req for req in batch.reqs if req in beside and req.next_output_finishes_by_length()]
     return original(self, batch) + more
 

@@ -194,8 +194,6 @@ def test_who_gets_its_last_token_beside_prompts_does_not_decode_again() -> None:
     assert loop._reqs_finishing_inflight(Batch([a, b, c])) == [c, b]
     loop.process()
     assert loop._reqs_finishing_inflight(Batch([a, b, c])) == []
-    loop.enable_overlap = loop.enable_skip_finishing_decode = False
-    assert loop._reqs_finishing_inflight(Batch([a, b, c])) == []
 
 
 def test_what_a_step_runs_is_kept_until_the_second_one_after_it() -> None:
