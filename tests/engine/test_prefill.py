@@ -1,4 +1,5 @@
-"""Prefills in chunks between decode iterations: by slack, and under any pattern of chunk sizes."""
+"""Prefills in chunks, in the forwards of decode iterations or between them: by slack, and under any pattern
+of chunk sizes."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ import pytest
 from adaserve.config import AdaServeConfig
 from tests.engine.conftest import EXACT_DRAFT, RESTLESS, TIGHT, TREES, Served, adaserve_server, audited
 from tests.engine.harness import Job, Server, Zygote, outputs, run_jobs, whole_texts, workload
+from tests.engine.test_features import assert_close
+from tests.engine.test_grammar import GRAMMARS
 from tests.engine.test_greedy import assert_same
 
 CHUNK = 64  # SGLang's own chunk size in these tests
@@ -137,8 +140,10 @@ def test_a_long_prompt_is_interleaved_by_slack(slow: Served, right: list[list[in
     exclusive = meeting.run()
     assert meeting.answers == right
     prefill_mode(slow.server, "default")
+    before = met(slow.server)
     paced = meeting.run()
     assert meeting.answers == right, "chunking changed an output"
+    assert met(slow.server) - before > 3, "no chunk was in the forward of a verification"
     assert sum(long_sizes(exclusive)) == sum(long_sizes(paced)) == LONG
     at = chunks(exclusive)
     assert at == list(range(at[0], at[0] + len(at))), "SGLang itself interleaves now: nothing to compare with"
@@ -335,7 +340,52 @@ def test_any_pattern_of_chunks_leaves_the_output_alone(
     assert len(finished) == 100
     assert sum(m["num_retractions"] for m in finished) > 2, "too few retractions"
     assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
+    assert met(erratic.server) > 20, "hardly any prompt was in the forward of a verification"
     sizes = [n for n in erratic.probe.read()["forwards"] if n > 0]
     assert sum(n == 1 for n in sizes) > 5 and sum(n == 5 for n in sizes) > 5, "the chunks were not cut up"
     wait_until_idle(erratic.server)
     erratic.server.assert_idle_and_clean()
+
+
+# -- in forwards of their own, and with verification ------------------------------------------
+
+
+def met(server: Server) -> float:
+    """Verifications that had prompts in their forwards."""
+    return float(server.internal_state()["adaserve"]["times"]["mixed"])
+
+
+def many_kinds() -> list[Job]:
+    """Requests that come while others decode, and ask for whatever SGLang makes of a prefill's logits."""
+    asked: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}),
+        ({"frequency_penalty": 0.7, "min_new_tokens": 9, "ignore_eos": False}, {}),
+        (GRAMMARS["json"] | {"ignore_eos": False}, {"return_logprob": True}),
+        (GRAMMARS["regex"] | {"ignore_eos": False}, {}),
+        ({"stop": ["e", "th"], "no_stop_trim": True}, {}),
+        ({"max_new_tokens": 1}, {"return_logprob": True, "logprob_start_len": 5}),
+    ]
+    jobs = []
+    for i, base in enumerate(workload(48, seed=3, max_new=40, spread_s=1.5)):
+        params, extra = asked[i % len(asked)]
+        whole = greedy(30) | params
+        jobs.append(replace(base, input_ids=(*base.input_ids, *range(2, 9)), params=whole, extra=extra))
+    return jobs
+
+
+def test_it_is_the_same_text_and_logprobs_in_every_mode(erratic: Served, stock: Server) -> None:
+    """A running server goes from one mode to the other. Chunks, retractions and prompts come as before."""
+    jobs, server = many_kinds(), erratic.server
+    right = run_jobs(stock, jobs)
+    for mode in ("mixed", "slack", "mixed", "exclusive"):
+        prefill_mode(server, mode)
+        before = met(server)
+        for job, got, expected in zip(jobs, run_jobs(server, jobs), right, strict=True):
+            assert got is not None and expected is not None
+            assert got["output_ids"] == expected["output_ids"], (mode, job)
+            for key in ("input_token_logprobs", "output_token_logprobs", "output_top_logprobs"):
+                assert_close(got["meta_info"].get(key), expected["meta_info"].get(key))
+        assert (met(server) - before > 5) == (mode == "mixed"), mode
+    prefill_mode(server, "default")
+    wait_until_idle(server)
+    server.assert_idle_and_clean()
