@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from adaserve.boundary.sampling import FIELDS as SAMPLING_FIELDS
+from adaserve.config import PREFILLS
 from tests.engine.harness import Server
 from tests.engine.pairs import VOCAB
 
@@ -269,9 +270,12 @@ def _body_schema(operation: dict[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def requests(draw: st.DrawFn, schema: Schema) -> Request:
-    """One request to any route, most to those that generate."""
+    """One request to any route, most to those that generate. Some change how prompts are read."""
     if draw(st.integers(0, 3)) == 0:
         return draw(combinations())
+    if draw(st.integers(0, 15)) == 0:
+        change = f"adaserve_prefill={draw(st.sampled_from(PREFILLS))}"
+        return Request("POST", "/set_internal_state", {"server_args": {change: 1}})
     method, path = "POST", draw(st.sampled_from(FAVOURED))
     if draw(st.integers(0, 4)) == 0:
         method, path, _ = draw(st.sampled_from(schema.operations))
