@@ -96,7 +96,7 @@ def tell_what_is_not_used(args: Any) -> None:
     """Warns of flags that SGLang heeds with its own speculation, or with none."""
     exact = "all text is exactly the target's"
     unused = [
-        (args.enable_mixed_chunk, "enable-mixed-chunk", "verification shares no forward with a prefill"),
+        (args.enable_mixed_chunk, "enable-mixed-chunk", "see --adaserve-prefill mixed"),
         (args.speculative_accept_threshold_single != 1.0, "speculative-accept-threshold-single", exact),
         (args.speculative_accept_threshold_acc != 1.0, "speculative-accept-threshold-acc", exact),
         (args.speculative_use_rejection_sampling, "speculative-use-rejection-sampling", exact),

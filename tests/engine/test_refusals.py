@@ -605,7 +605,7 @@ def test_flags_that_are_not_used_are_not_silently_lost(caplog: pytest.LogCapture
     given = ServerArgs(model_path="none", enable_mixed_chunk=True, speculative_accept_threshold_acc=0.4)
     tell_what_is_not_used(given)
     assert [r.getMessage().partition(":")[2] for r in caplog.records] == [
-        " --enable-mixed-chunk has no effect: verification shares no forward with a prefill",
+        " --enable-mixed-chunk has no effect: see --adaserve-prefill mixed",
         " --speculative-accept-threshold-acc has no effect: all text is exactly the target's",
     ]
 
