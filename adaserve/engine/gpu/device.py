@@ -32,6 +32,7 @@ from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable, capture_all, least_free_bytes, least_of
 from adaserve.engine.gpu.kernel_choice import kernel_maker
 from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
+from adaserve.engine.gpu.mixed import MixedForward
 from adaserve.engine.gpu.model import Parts, SGLangCall, known_tokens
 from adaserve.engine.gpu.prompts import (
     MAX_TOKENS,
@@ -109,12 +110,12 @@ def served_sizes(config: AdaServeConfig, most_rows: int) -> Sizes:
     )
 
 
-def largest_forward(sizes: Sizes, pool_rows: int) -> tuple[int, int]:
+def largest_forward(sizes: Sizes, pool_rows: int, beside: int = 0) -> tuple[int, int]:
     """The most requests (padding included) and tokens of any forward. Searches pad rows to a tier, graphs of
     prompts have room for a fixed number of requests, and measurements at startup use all requests that have a
-    row of the pool."""
+    row of the pool. ``beside``: tokens of prompts in a verification, at most."""
     rows = max(sizes.rows.fit(sizes.most_rows), pool_rows, prompt_key(MAX_TOKENS).rows - 1) + 1
-    return rows, sizes.tokens.fit(sizes.most_tokens)
+    return rows, sizes.tokens.fit(sizes.most_tokens + beside)
 
 
 class GpuDevice:
@@ -139,6 +140,7 @@ class GpuDevice:
             draft.most_tokens = min(draft.most_tokens, READ_AT_ONCE)
         self.device = target.device
         self.prompts: Sequence[PromptForward] = ()
+        self.mixed: MixedForward | None = None
         self._attention = attention  # its kernel's name
         self._movers: dict[Any, PathMover] = {}
         self.filter: Filter = by_sort
@@ -153,8 +155,9 @@ class GpuDevice:
         longest = context + sizes.columns
         kv_entries = max((most_rows + 1) * longest, MEASURED_KEYS)
         # All tokens of the largest forward against the longest list there can be, every request on a byte.
-        mask_bytes = sizes.most_tokens * longest // 8 + most_rows + 1
-        largest = largest_forward(sizes, int(table.shape[0]))
+        most_beside = MAX_TOKENS if config.prefill == "mixed" else 0
+        mask_bytes = (sizes.most_tokens + most_beside) * longest // 8 + most_rows + 1
+        largest = largest_forward(sizes, int(table.shape[0]), most_beside)
         attention, make = kernel_maker(config.attention, target, device, *largest)
         buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device)
         graphs = get_exec().graph
@@ -210,23 +213,37 @@ class GpuDevice:
             compile_sampler(int(target.model_config.vocab_size), device)
             parts.warm_slots(table, most_rows)
         if (capture or device.type == "cpu") and not graphs.disable_prefill_cuda_graph:
-            models = zip((target, *drafts), (parts.target, *parts.drafts), strict=True)
-            parts.prompts = [take_short_prompts(m, f) for m, f in models if reads_prompts(m, f)]
+            parts.read_prompts((target, *drafts), beside=most_beside > 0)
         if capture:
-            # Before the first request; those first that take the most memory and are missed the most.
-            free = partial(least_free_bytes, get_tp_group())
-            capture_all("verification", verifications, parts.target.capture, parts.target.table, free)
-            for draft in parts.drafts:
-                capture_all("draft", of_drafts, draft.capture, draft.table, free)
-            for drafter in (medusa, self_drafter):
-                if drafter is not None:
-                    capture_all("draft", searches, drafter.capture, drafter.table, free)
-            for reader in parts.prompts:
-                capture_all("prompt", reader.keys, reader.capture, reader.table, free)
-            for draft in parts.drafts:
-                draft.compile_reading()
+            parts.capture(searches)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
+
+    def read_prompts(self, runners: Sequence[Any], beside: bool) -> None:
+        """Graphs of ours read short prompts for the ``ModelRunner``s of the target and of the drafts; and
+        ``beside`` what is verified."""
+        models = zip(runners, (self.target, *self.drafts), strict=True)
+        self.prompts = [take_short_prompts(m, f) for m, f in models if reads_prompts(m, f)]
+        if beside and reads_prompts(runners[0], self.target):
+            self.target.mixed = self.mixed = MixedForward(self.target)
+
+    def capture(self, searches: Sequence[SearchKey]) -> None:
+        """All graphs, before the first request; those first that take the most memory and are missed the
+        most. ``searches``: of drafters that are no models of their own."""
+        free, sizes = partial(least_free_bytes, get_tp_group()), self.target.sizes
+        of_drafts = list(sizes.drafts())
+        capture_all("verification", list(sizes.verifications()), self.target.capture, self.target.table, free)
+        for draft in self.drafts:
+            capture_all("draft", of_drafts, draft.capture, draft.table, free)
+        for drafter in (self.medusa, self.self_drafter):
+            if drafter is not None:
+                capture_all("draft", searches, drafter.capture, drafter.table, free)
+        for reader in self.prompts:
+            capture_all("prompt", reader.keys, reader.capture, reader.table, free)
+        if (mixed := self.mixed) is not None:
+            capture_all("mixed", mixed.keys, mixed.capture, mixed.table, free)
+        for draft in self.drafts:
+            draft.compile_reading()
 
     @property
     def drafters(self) -> Sequence[GpuForward | GpuMedusa]:
@@ -357,13 +374,15 @@ class GpuDevice:
             "draft_graphs": [drafter.table.report.to_json() for drafter in self.drafters],
             "verification_graphs": self.target.table.report.to_json(),
             "prompt_graphs": [reader.table.report.to_json() for reader in self.prompts],
+            "mixed_graphs": None if self.mixed is None else self.mixed.table.report.to_json(),
         }
 
     def summary(self) -> str:
         """One line for the log."""
         if not self.target.table.capture:
             return "without CUDA graphs"
-        total = [f.table.report for f in (*self.drafters, self.target, *self.prompts)]
+        mixed = () if self.mixed is None else (self.mixed,)
+        total = [f.table.report for f in (*self.drafters, self.target, *self.prompts, *mixed)]
         return (
             f"{sum(r.graphs for r in total)} CUDA graphs in {sum(r.seconds for r in total):.1f} s, "
             f"{sum(r.bytes for r in total) / 1e6:.0f} MB"

@@ -12,7 +12,7 @@ from adaserve.engine.device import KeepGoing, Mark, Ready, Run, Search
 from adaserve.engine.gpu.attention import TreeKernel
 from adaserve.engine.gpu.attention_layout import LIST, Extent, list_slots, seen_by, slot_lists
 from adaserve.engine.gpu.beam_search import BeamSearches
-from adaserve.engine.gpu.model import Inputs, Output, Parts
+from adaserve.engine.gpu.model import Inputs, LogitsRoom, Output, Parts
 from adaserve.engine.gpu.sizes import READ_AT_ONCE, Key, SearchKey
 from adaserve.engine.gpu.unread_candidates import write_nodes
 from adaserve.engine.transfer import StaticArrays
@@ -26,20 +26,20 @@ class Packed:
     def __init__(self, flat: Any, key: Key, bools: Any) -> None:
         t, r = key.tokens, key.rows
         lists, lens, end = 5 * t, 5 * t + LIST * r, Packed.size(key)
-        seen = lens + r
+        seen = lens + key.pieces
         self.of_tokens = flat[:lists].reshape(5, t)
         self.tokens, self.positions, self.pool_rows, self.places, self.ends = self.of_tokens
         """[tokens] each; ``ends``: ``Extent.window_ends``. Padding has places and ends of -1."""
         self.lists = flat[lists:lens].reshape(r, LIST)
         """``slot_lists``."""
-        self.q_lens = flat[lens:seen]
-        """[rows]: tokens of each request, the padding's included."""
+        self.pieces = flat[lens:seen]
+        """[pieces]: tokens of each piece; 0 = there is none."""
         self.seen = flat[seen:end].view(bools).reshape(1, t, key.columns)
         """bool: what tokens see of their windows, at the end of the columns."""
 
     @staticmethod
     def size(key: Key) -> int:
-        return 5 * key.tokens + (LIST + 1) * key.rows + key.tokens * key.columns // 8
+        return 5 * key.tokens + LIST * key.rows + key.pieces + key.tokens * key.columns // 8
 
 
 class _Prepared:
@@ -90,14 +90,35 @@ class Reader(Protocol):
     def take_runs(self) -> list[Run]: ...
 
 
+class Mixed(Protocol):
+    """Reads prompts in forwards that verify (``MixedForward``)."""
+
+    was_graph: bool
+
+    @property
+    def most_beside(self) -> int: ...
+
+    def verify(self, trees: TreeBatch, texts: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``GpuForward.run`` for ``trees``, and logits [n, vocab] of each text's last token."""
+        ...
+
+    def take_runs(self) -> list[Run]: ...
+
+
 class GpuForward:
     """``ModelForward`` by padded size, on static buffers, with a graph per size where graphs are captured."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, room: LogitsRoom | None = None) -> None:
+        """``room``: for logits, if it is another forward's."""
         self.parts, self.device, self.most_tokens = parts, parts.device, parts.sizes.most_tokens
         self.sizes, self.table, self.first_tokens = parts.sizes, parts.table, parts.first
         self.follows = parts.follows
         self.reader: Reader | None = None
+        self.mixed: Mixed | None = None
+        self.prompt_logits: Tensor | None = None
+        """[n, vocab]: logits of the prompts that SGLang calls the model for next, if those were read in a
+        verification's forward."""
+        self._room = parts.logits if room is None else room
         self._searches = BeamSearches(parts)
         self._prepared: dict[Key, _Prepared] = {}
         self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end
@@ -106,18 +127,18 @@ class GpuForward:
 
     # -- one forward --------------------------------------------------------------------------
 
-    def _layout(self, batch: TreeBatch) -> tuple[Key, Extent]:
-        """The padded size, and its geometry. One request more than can be there holds the padding, which sees
-        its one key."""
-        key, n = self._key(batch), len(batch.q_lens)
+    def _extent(self, key: Key, batch: TreeBatch) -> Extent:
+        """The geometry of a padded size. One request more than can be there holds the padding, which sees its
+        one key."""
+        n = len(batch.q_lens)
         q_lens, kv_lens = np.zeros(key.rows, np.int64), np.ones(key.rows, np.int64)
         q_lens[:n], q_lens[n], kv_lens[:n] = batch.q_lens, key.tokens - len(batch), batch.kv_lens
-        return key, Extent(q_lens, kv_lens)
+        return Extent(q_lens, kv_lens)
 
     def _packed(self, prepared: _Prepared, extent: Extent, batch: TreeBatch) -> dict[str, np.ndarray]:
         """The tokens, padded, where their keys are and what they see of these; and the kernel's starts."""
         parts, to = self.parts, prepared.packed
-        to.lists[:], to.q_lens[:] = slot_lists(extent, batch.pool_rows, batch.gap), extent.q_lens
+        to.lists[:] = slot_lists(extent, batch.pool_rows, batch.gap)
         _pack(
             (batch.tokens, batch.positions, batch.pool_rows, batch.places, batch.q_lens, batch.kv_lens),
             seen_by(batch),
@@ -134,6 +155,21 @@ class GpuForward:
         logits, best = self._queue(batch)
         return logits[: len(batch)], best[: len(batch)]
 
+    @property
+    def most_beside(self) -> int:
+        return 0 if self.mixed is None else self.mixed.most_beside
+
+    def run_beside(self, batch: TreeBatch, texts: TreeBatch) -> tuple[Tensor, Tensor]:
+        assert self.mixed is not None
+        logits, best, of_texts = self.mixed.verify(batch, texts)
+        self.prompt_logits = of_texts.clone()  # samplers write to it, and the next forward
+        self._runs += self.mixed.take_runs()
+        self.was_graph = self.mixed.was_graph
+        return logits, best
+
+    def forget_read(self) -> None:
+        self.prompt_logits = None
+
     def feed(self, batch: TreeBatch) -> None:
         reader = self.reader
         if (
@@ -147,15 +183,15 @@ class GpuForward:
             self._runs += reader.take_runs()
 
     def fill(self, batch: TreeBatch) -> None:
-        key, extent = self._layout(batch)
+        key = self._key(batch)
         if key in self._prepared and self.follows:  # else FlashInfer would plan it
             prepared = self._prepared[key]
-            prepared.static.put(self._packed(prepared, extent, batch), self.device)
+            prepared.static.put(self._packed(prepared, self._extent(key, batch), batch), self.device)
 
     def _queue(self, batch: TreeBatch) -> Any:
         """What ``_forward`` gives, padding included."""
-        key, extent = self._layout(batch)
-        return self._replay(key, extent, batch)
+        key = self._key(batch)
+        return self._replay(key, self._extent(key, batch), batch)
 
     def logits(self, states: tuple[Tensor, Tensor]) -> Tensor:
         return states[0].float()  # their argmax is known, and nobody else reads them
@@ -197,11 +233,11 @@ class GpuForward:
                 key = self.sizes.verification(tokens, width=tokens)
                 self._run_padding(key, tokens * (np.arange(key.rows) == 0))
 
-    def _run_padding(self, key: Key, q_lens: np.ndarray) -> None:
-        """A forward of ``q_lens`` [rows] tokens of each request, all of which are padding."""
+    def _run_padding(self, key: Key, q_lens: np.ndarray, pieces: np.ndarray | None = None) -> None:
+        """A forward of ``q_lens`` [rows] tokens of each request, all of which are padding, in such pieces."""
         extent, none = Extent(q_lens, np.ones(key.rows, np.int64)), np.zeros(0, np.int64)
         nothing = TreeBatch(none, none, none, none, none, none, np.zeros((0, 1), np.bool_))
-        self._replay(key, extent, nothing)
+        self._replay(key, extent, nothing, pieces)
 
     def take_runs(self) -> list[Run]:
         runs, self._runs = self._runs, []
@@ -211,11 +247,14 @@ class GpuForward:
         width = int(batch.q_lens.max()) if batch.seen is None else batch.seen.shape[1]
         return self.sizes.verification(len(batch), len(batch.q_lens), width)
 
-    def _replay(self, key: Key, extent: Extent, batch: TreeBatch) -> Any:
+    def _replay(self, key: Key, extent: Extent, batch: TreeBatch, pieces: np.ndarray | None = None) -> Any:
+        """``pieces`` int64 [up to key.pieces]: how many tokens each has; padding needs none."""
         self.parts.buffers.require(extent)
         prepared = self._prepared.get(key) or self._prepare(key)
         prepared.static.wait()  # FlashInfer's last plan was copied before that, and the next one is put there
         kernel, arrays = prepared.kernel, self._packed(prepared, extent, batch)
+        if pieces is not None:
+            prepared.packed.pieces[: len(pieces)], prepared.packed.pieces[len(pieces) :] = pieces, 0
         there = prepared.static.put(arrays, self.device)
 
         def forward() -> Any:
@@ -249,12 +288,12 @@ class GpuForward:
         return prepared
 
     def _forward(self, key: Key, kernel: TreeKernel, packed: Packed) -> Any:
-        """Logits and their argmax, of all tokens of the padded size."""
+        """Logits and their argmax, of all tokens or pieces of the padded size."""
         slots = self.parts.slots(packed.pool_rows, packed.places)
-        kept = self.parts.logits
-        room, turned = kept.rows(key.tokens), self._turned(packed)
-        inputs = Inputs(packed.tokens, packed.positions, slots, room=room, turned=turned)
-        logits = kept.keep(self._call(key, kernel, packed, inputs).logits)
+        room, turned = self._room.rows(key.pieces or key.tokens), self._turned(packed)
+        pieces = packed.pieces if key.pieces else None
+        inputs = Inputs(packed.tokens, packed.positions, slots, room=room, turned=turned, pieces=pieces)
+        logits = self._room.keep(self._call(key, kernel, packed, inputs).logits)
         return logits, logits.argmax(dim=-1)
 
     def _turned(self, packed: Packed) -> Tensor | None:

@@ -41,8 +41,8 @@ class Inputs:
     before: Tensor | None = None  # [T, H]: what a head is given besides, hidden states of the tokens before
     room: Tensor | None = None  # fp32 [w or more, vocab]: where a model may leave logits
     turned: Tensor | None = None  # int64 [T]: rotary positions, where they are others (M-RoPE)
-    q_lens: Tensor | None = None
-    """int64 [R]: how many tokens each text has, where the logits of the last ones alone are needed."""
+    pieces: Tensor | None = None
+    """int64 [w]: how many tokens each piece has, where the logits of the last ones alone are needed."""
 
 
 class LogitsRoom:
@@ -112,8 +112,8 @@ class SGLangCall:
             positions = positions.clone()  # to which Gemma 3 adds 1, in place
         batch = ForwardBatch(
             # The modes that give logits of every token, and of the last one of each request.
-            forward_mode=ForwardMode.TARGET_VERIFY if inputs.q_lens is None else ForwardMode.EXTEND,
-            extend_seq_lens=inputs.q_lens,
+            forward_mode=ForwardMode.TARGET_VERIFY if inputs.pieces is None else ForwardMode.EXTEND,
+            extend_seq_lens=inputs.pieces,
             batch_size=rows,
             input_ids=inputs.tokens,
             req_pool_indices=unread,
@@ -178,7 +178,10 @@ class Parts:
     def logits(self) -> LogitsRoom:
         """With room for what has a graph."""
         captured = self.sizes.captured
-        most = [k.tokens if isinstance(k, Key) else k.rows * max(self.first, *k.beams) for k in captured]
+        most = [
+            (k.pieces or k.tokens) if isinstance(k, Key) else k.rows * max(self.first, *k.beams)
+            for k in captured
+        ]
         words = self.last_token + 1 if self.words is None else len(self.words)
         return LogitsRoom(max(most, default=0), words, self.device)
 

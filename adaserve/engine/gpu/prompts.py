@@ -16,10 +16,9 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.runner import EagerRunner
 from torch import Tensor
 
-from adaserve.engine.gpu.attention import TreeKernel
-from adaserve.engine.gpu.forward import GpuForward, Packed
+from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable
-from adaserve.engine.gpu.model import Inputs, LogitsRoom, Parts
+from adaserve.engine.gpu.model import Parts
 from adaserve.engine.gpu.sizes import Key, Tiers
 from adaserve.engine.requests import rows_of_pool
 from adaserve.engine.trees.batch import TreeBatch
@@ -41,7 +40,6 @@ class PromptForward(GpuForward):
         self.keys = [prompt_key(t) for t in reversed(tokens.sizes)]
         sizes = replace(parts.sizes, tokens=tokens, captured=frozenset(self.keys))
         super().__init__(replace(parts, sizes=sizes, table=GraphTable(parts.table.capture)))
-        self._last = LogitsRoom(self.keys[0].rows, parts.last_token + 1, parts.device)
 
     def fits(self, tokens: int, texts: int) -> bool:
         """Whether there is a graph for so many. Where memory was short, nothing is compiled for them."""
@@ -56,26 +54,22 @@ class PromptForward(GpuForward):
 
     def capture(self, key: Key) -> None:  # type: ignore[override]
         """The kernel is chosen for one text that takes all of it."""
-        self._run_padding(key, key.tokens * (np.arange(key.rows) == 0))
+        one = key.tokens * (np.arange(key.rows) == 0)
+        self._run_padding(key, one, one)
         self.take_runs()  # or the first text that a draft reads here would take as long
 
     def read(self, batch: TreeBatch) -> Tensor:
         """fp32 [n, vocab], valid until the next one."""
-        logits: Tensor = self._queue(batch)
+        key = self._key(batch)
+        logits: Tensor = self._replay(key, self._extent(key, batch), batch, batch.q_lens)[0]
         return logits[: len(batch.q_lens)]
-
-    def _forward(self, key: Key, kernel: TreeKernel, packed: Packed) -> Tensor:
-        slots = self.parts.slots(packed.pool_rows, packed.places)
-        room = self._last.rows(key.rows)
-        turned, q_lens = self._turned(packed), packed.q_lens
-        inputs = Inputs(packed.tokens, packed.positions, slots, room=room, turned=turned, q_lens=q_lens)
-        return self._last.keep(self._call(key, kernel, packed, inputs).logits)
 
 
 def prompt_key(tokens: int) -> Key:
     """Each token sees what comes before it in its text, so windows are as wide as all of them. One request
     more holds the padding. ``tokens``: a multiple of 8."""
-    return Key(tokens, tokens // MIN_EACH + 1, tokens)
+    rows = tokens // MIN_EACH + 1
+    return Key(tokens, rows, tokens, pieces=rows)
 
 
 class PrefillRunner(Protocol):
@@ -87,32 +81,45 @@ class PrefillRunner(Protocol):
 
 
 class ShortPrompts:
-    """``PrefillRunner`` that reads short prompts in one graph each, and leaves the others to SGLang's."""
+    """``PrefillRunner`` that reads short prompts in one graph each, has nothing left to do for those that a
+    verification has read, and leaves the others to SGLang's."""
 
-    def __init__(self, forward: PromptForward, otherwise: PrefillRunner | None) -> None:
-        self._forward, self._otherwise = forward, otherwise
+    def __init__(self, model: GpuForward, reader: PromptForward, otherwise: PrefillRunner | None) -> None:
+        self._model, self._reader, self._otherwise = model, reader, otherwise
 
     def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
-        if self._fits(forward_batch):
+        if self._was_read(forward_batch) or self._fits(forward_batch):
             return True
         return self._otherwise is not None and self._otherwise.can_run_graph(forward_batch)
 
     def execute(self, forward_batch: ForwardBatch, **kwargs: Any) -> Any:
-        if not self._fits(forward_batch):
+        if self._was_read(forward_batch):
+            logits = self._model.prompt_logits
+            self._model.forget_read()
+        elif self._fits(forward_batch):
+            logits = self._reader.read(batch_of(forward_batch)).clone()  # samplers write to it
+            self._reader.take_runs()  # of prefills nobody asks
+        else:
             assert self._otherwise is not None
             return self._otherwise.execute(forward_batch, **kwargs)
-        logits = self._forward.read(batch_of(forward_batch))
-        self._forward.take_runs()  # of prefills nobody asks
-        return LogitsProcessorOutput(next_token_logits=logits.clone())  # which samplers write to
+        return LogitsProcessorOutput(next_token_logits=logits)
 
     def _fits(self, batch: ForwardBatch) -> bool:
-        if batch.forward_mode != ForwardMode.EXTEND or batch.req_pool_indices_cpu is None:
+        if batch.req_pool_indices_cpu is None or not wants_last_logits(batch):
             return False
-        of_embeds = batch.input_embeds is not None or batch.replace_embeds is not None
-        wants_states = batch.capture_hidden_mode not in (None, CaptureHiddenMode.NULL)
-        if of_embeds or wants_states or asks_for_prompt_logprobs(batch) or batch.contains_mm_inputs():
-            return False
-        return self._forward.fits(len(batch.input_ids), batch.batch_size)
+        return self._reader.fits(len(batch.input_ids), batch.batch_size)
+
+    def _was_read(self, batch: ForwardBatch) -> bool:
+        return self._model.prompt_logits is not None and wants_last_logits(batch)
+
+
+def wants_last_logits(batch: ForwardBatch) -> bool:
+    """Whether a forward is a prefill of tokens, of which nothing is asked but the logits of each last one."""
+    if batch.forward_mode != ForwardMode.EXTEND or batch.contains_mm_inputs():
+        return False
+    of_embeds = batch.input_embeds is not None or batch.replace_embeds is not None
+    wants_states = batch.capture_hidden_mode not in (None, CaptureHiddenMode.NULL)
+    return not (of_embeds or wants_states or asks_for_prompt_logprobs(batch))
 
 
 def asks_for_prompt_logprobs(batch: ForwardBatch) -> bool:
@@ -135,5 +142,5 @@ def take_short_prompts(runner: Any, forward: GpuForward) -> PromptForward:
     the same model is fed."""
     reader, before = PromptForward(forward.parts), runner.prefill_cuda_graph_runner
     otherwise = None if isinstance(before, EagerRunner) else before
-    runner.prefill_cuda_graph_runner, forward.reader = ShortPrompts(reader, otherwise), reader
+    runner.prefill_cuda_graph_runner, forward.reader = ShortPrompts(forward, reader, otherwise), reader
     return reader

@@ -20,11 +20,12 @@ causal forward is worked out on the host, which takes time and an upload by the 
 
 @dataclass(frozen=True)
 class Key:
-    """A verification's padded size: what a graph is made for."""
+    """The padded size of a verification, or of a forward that reads texts: what a graph is made for."""
 
     tokens: int
     rows: int
     columns: int  # of the windows, a multiple of 8
+    pieces: int = 0  # it gives logits of the last token of each of so many; 0 = of every token
 
 
 @dataclass(frozen=True)

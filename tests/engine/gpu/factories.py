@@ -68,7 +68,7 @@ class TinyModel:
     def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
         assert isinstance(kernel, SdpaKernel)
         hidden = self.hidden(cpu.Inputs(inputs.tokens, inputs.positions, inputs.slots, kernel.tree_plan))
-        wanted = inputs.wanted if inputs.q_lens is None else inputs.q_lens.cumsum(0) - 1
+        wanted = inputs.wanted if inputs.pieces is None else inputs.pieces.cumsum(0) - 1
         return Output(self.backend.logits(hidden[wanted]))
 
 

@@ -233,7 +233,7 @@ def test_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     requests, uploads = Requests([5, 17]), []
     draft = device_forward(requests, TinyModel(requests.slots), SIZES.drafts())
     draft.reader = reader = PromptForward(draft.parts)
-    prompts = ShortPrompts(reader, None)
+    prompts = ShortPrompts(draft, reader, None)
     texts, cuda = [requests.text(r) for r in range(2)], GpuDevice(draft, draft)
     model = SimpleNamespace(extend=prompts.execute)
     cache = DraftCache(draft, requests.req_to_token, requests.slots, stride=4)

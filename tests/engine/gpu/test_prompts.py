@@ -138,9 +138,8 @@ def forward_batch(requests: Requests, lengths: list[int], starts: list[int], **o
 
 
 def short_prompts(requests: Requests, otherwise: Otherwise | None) -> ShortPrompts:
-    return ShortPrompts(
-        PromptForward(device_forward(requests, TinyModel(requests.slots), []).parts), otherwise
-    )
+    model = device_forward(requests, TinyModel(requests.slots), [])
+    return ShortPrompts(model, PromptForward(model.parts), otherwise)
 
 
 def test_first_tokens_come_of_the_tokens_on_the_device() -> None:
