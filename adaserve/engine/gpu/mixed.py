@@ -16,7 +16,7 @@ from adaserve.engine.gpu.attention_layout import seen_by
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.graphs import GraphTable
 from adaserve.engine.gpu.prompts import MAX_TOKENS
-from adaserve.engine.gpu.sizes import Key, Tiers
+from adaserve.engine.gpu.sizes import Key, Sizes, Tiers
 from adaserve.engine.trees.batch import TreeBatch
 
 MIN_TOKENS = 32
@@ -28,27 +28,26 @@ class MixedForward(GpuForward):
 
     def __init__(self, target: GpuForward) -> None:
         parts, verified = target.parts, target.sizes.tokens.sizes[-1]
-        self._verified = verified
-        most = -(-(MAX_TOKENS + verified) // 8) * 8
-        self.keys = [
-            self._fitting(tokens, parts.sizes.most_rows)
-            for tokens in reversed(Tiers.up_to(most).sizes)
-            if tokens >= MIN_TOKENS
-        ]
-        tokens = Tiers(tuple(key.tokens for key in reversed(self.keys)))
+        tokens = Tiers(tuple(t for t in Tiers.up_to(MAX_TOKENS + verified).sizes if t >= MIN_TOKENS))
+        self.keys = [mixed_key(t, parts.sizes) for t in reversed(tokens.sizes)]
         sizes = replace(parts.sizes, tokens=tokens, captured=frozenset(self.keys))
         own = replace(parts, sizes=sizes, table=GraphTable(parts.table.capture))
         super().__init__(own, room=parts.logits)
+        self._served = parts.sizes
 
     @property
     def most_beside(self) -> int:
         """As in ``ModelForward``. Where memory was too short for a graph of each size there are none."""
         return MAX_TOKENS if all(map(self.table.has, self.keys)) else 0
 
-    def _fitting(self, tokens: int, rows: int, pieces: int = 0, width: int = 0) -> Key:
-        """``tokens``: padded. Windows are as wide as a prompt can be."""
-        columns = -(-max(tokens, width) // 8) * 8
-        return Key(tokens, min(tokens, rows) + 1, columns, max(min(tokens, self._verified), pieces))
+    def _fitting(self, batch: TreeBatch, pieces: int) -> Key:
+        """The padded size; what has no graph is not padded."""
+        assert batch.seen is not None
+        key = mixed_key(self.sizes.tokens.fit(len(batch)), self._served)
+        rows, width = len(batch.q_lens), batch.seen.shape[1]
+        if key in self.keys and rows < key.rows and width <= key.columns and pieces <= key.pieces:
+            return key
+        return Key(len(batch), rows + 1, -(-width // 8) * 8, pieces)
 
     def capture(self, key: Key) -> None:  # type: ignore[override]
         """The kernel is chosen for one long text, beside requests of which one token is verified."""
@@ -61,14 +60,16 @@ class MixedForward(GpuForward):
         """Logits [T, vocab] of the T verified tokens and their argmax int64 [T], and fp32 [n, vocab] of the
         last token of each text; valid until the target's next forward."""
         batch = beside(trees, texts)
-        assert batch.seen is not None
         pieces = np.concatenate((np.ones(len(trees), np.int64), texts.q_lens))
-        rows = max(len(batch.q_lens), self.sizes.most_rows)
-        has_graph = len(batch) <= self.keys[0].tokens
-        padded = self.sizes.tokens.fit(len(batch)) if has_graph else len(batch)
-        key = self._fitting(padded, rows, len(pieces), batch.seen.shape[1])
+        key = self._fitting(batch, len(pieces))
         logits, best = self._replay(key, self._extent(key, batch), batch, pieces)
         return logits[: len(trees)], best[: len(trees)], logits[len(trees) : len(pieces)]
+
+
+def mixed_key(tokens: int, served: Sizes) -> Key:
+    """For verifications of ``served`` sizes. Windows are as wide as a prompt can be."""
+    columns = -(-max(tokens, served.columns) // 8) * 8
+    return Key(tokens, min(tokens, served.most_rows) + 1, columns, min(tokens, served.tokens.sizes[-1]))
 
 
 def beside(trees: TreeBatch, texts: TreeBatch) -> TreeBatch:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,12 +25,14 @@ from adaserve.engine.gpu import attention, beam_search, device, forward, model, 
 from adaserve.engine.gpu.attention import SdpaKernel
 from adaserve.engine.gpu.device import GpuDevice
 from adaserve.engine.gpu.graphs import EagerGraph
+from adaserve.engine.gpu.mixed import MixedForward
 from adaserve.engine.gpu.prompts import PromptForward, ShortPrompts
 from adaserve.engine.gpu.sizes import SearchKey
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.transfer import QueuedCopy, StaticArrays
 from adaserve.engine.trees import verify
+from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.gpu.factories import PLAIN, SIZES, Requests, TinyModel, device_forward
 from tests.engine.gpu.test_decode import Run
 from tests.engine.gpu.test_prompts import forward_batch
@@ -188,6 +191,24 @@ def test_an_iteration(policy: str, is_early: bool, unread: bool, monkeypatch: py
     assert len(uploads) == count, f"for each graph, and for the walk behind a verification: {uploads}"
     inputs, walk = (next(i for i, names in enumerate(uploads) if n in names) for n in ("inputs", "root"))
     assert (walk < inputs) == unread, "the walk's need not be there before, unless more is written to them"
+
+
+@pytest.mark.parametrize("policy", ["none", "adaserve"])
+def test_an_iteration_that_reads_a_prompt(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same graph; the prompt's logits are kept by one copy."""
+    run, watch = Run(policy, overlap=True), Watch()
+    target = run.loop.device.target
+    assert isinstance(target, forward.GpuForward)
+    target.mixed = MixedForward(target)
+    for _ in range(3):
+        run.step()
+    zero, length = np.zeros(1, np.int64), np.array([60])
+    run.loop.read_beside(TreeBatch.causal(np.arange(60), zero, zero, length))
+    with as_on_a_gpu(watch, monkeypatch):
+        run.loop.decode(run.batch(), None)
+    assert watch.waits == [] and run.loop._arriving is not None and target.prompt_logits is not None
+    assert watch.graphs == 1 + (run.loop._arriving.proposal.trees.n_nodes > 0)
+    assert watch.launches <= MAX_LAUNCHES[policy] + 1
 
 
 def test_marks_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
