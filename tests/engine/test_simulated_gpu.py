@@ -144,7 +144,15 @@ def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         tmp_path_factory.mktemp(f"gpu_{name}"),
         models,
         draft,
-        {"policy": "adaserve", "max_depth": 3, "max_width": 4, "budget": 40, "attention": "triton", **others},
+        {
+            "policy": "adaserve",
+            "max_depth": 3,
+            "max_width": 4,
+            "budget": 40,
+            "attention": "triton",
+            "prefill": "mixed",
+            **others,
+        },
         {
             "rotate": [*POLICIES[:-1], *["none"] * 3, *["priced"] * 6],
             "audit_every": 1 << 30,  # the audit is the CPU's
@@ -175,6 +183,8 @@ def test_greedy_is_the_target_alone(gpu: Simulated) -> None:
     stats = gpu.probe.read()
     assert (stats["early"] > 10) == (gpu.name in DRAFTED) and stats["ahead"] > 10
     assert stats["taken_all"] > 10
+    assert state["mixed_graphs"]["graphs"] > 4
+    assert gpu.server.internal_state()["adaserve"]["times"]["mixed"] > 4, "prompts had forwards of their own"
     assert stats["accepted"] >= gpu.accepted and len(stats["depths"]) >= 2, "next to nothing was drafted"
 
 

@@ -72,7 +72,8 @@ KEPT = {"fp8_e4m3": torch.float8_e4m3fn}
 class Case:
     """``rows`` requests of ``queries`` tokens over ``context`` cached ones. Of each other they see some, by
     chance. ``window``, ``cap`` and whether there are ``sinks``: of ``Scores``. ``kept``: the type of keys and
-    values, where it is another one."""
+    values, where it is another one. ``beside``: tokens of one more request, as when a prompt is read in a
+    verification; 0 = there is none."""
 
     rows: int
     queries: int
@@ -85,19 +86,32 @@ class Case:
     cap: float = 0.0
     sinks: bool = False
     kept: str = ""
+    beside: int = 0
+
+    @property
+    def extent(self) -> Extent:
+        q_lens = np.full(self.rows, self.queries)
+        if self.beside:
+            q_lens = np.append(q_lens, self.beside)
+        return Extent(q_lens, q_lens + self.context)
 
 
 LLAMA, WIDENED = (32, 8, 128), (32, 16, 64)
 """Heads of Llama 3.1 8B, and of the embedded target widened to its cost."""
-EVERY = tuple(
-    Case(rows, queries, context, *heads, dtype)
-    for heads in (WIDENED, LLAMA)
-    for dtype in ("fp16", "bf16")
-    for rows, queries, context in (
-        (1, 3, 150), (8, 3, 150), (32, 4, 150), (64, 4, 150), (1, 1, 500), (1, 16, 500), (64, 1, 1000),
-        (16, 4, 1000), (64, 8, 1000), (1, 12, 3000), (1, 500, 150), (12, 40, 500),
-    )
+SHAPES = (
+    (1, 3, 150), (8, 3, 150), (32, 4, 150), (64, 4, 150), (1, 1, 500), (1, 16, 500), (64, 1, 1000),
+    (16, 4, 1000), (64, 8, 1000), (1, 12, 3000), (1, 500, 150), (12, 40, 500),
 )  # fmt: skip
+EVERY = (
+    *(
+        Case(*shape, *heads, dtype)
+        for heads in (WIDENED, LLAMA)
+        for dtype in ("fp16", "bf16")
+        for shape in SHAPES
+    ),
+    Case(8, 3, 1000, *WIDENED, "fp16", beside=400),
+    Case(32, 4, 150, *LLAMA, "bf16", beside=500),
+)
 OF_TRITON = (
     Case(8, 3, 1500, *WIDENED, "fp16", window=512),
     Case(1, 12, 3000, *WIDENED, "fp16", window=1024, cap=50.0),
@@ -113,6 +127,7 @@ SMALL = (
     Case(2, 5, 9, 4, 2, 32, "fp16"),
     Case(2, 3, 30, 4, 2, 32, "fp32", window=9, cap=2.0, sinks=True),
     Case(3, 2, 20, 4, 2, 32, "fp32", kept="fp8_e4m3"),
+    Case(3, 2, 20, 4, 2, 32, "fp32", beside=40),
 )
 """For Triton's interpreter on a CPU."""
 
@@ -121,24 +136,25 @@ def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[st
     """The largest difference from SDPA, eagerly and (on a GPU) from a graph, and the time of a run there."""
     dtype, bound = TYPES[case.dtype]
     generator = torch.Generator().manual_seed(seed)
-    kv, tokens = case.context + case.queries, case.rows * case.queries
-    pool = case.rows * kv + 1
+    extent = case.extent
+    tokens, pool, rows = int(extent.q_lens.sum()), int(extent.kv_lens.sum()) + 1, len(extent.q_lens)
     wide = case.q_heads + 2 * case.kv_heads  # queries come beside keys and values, as models compute them
     q, keys, values = (
         torch.randn(n, heads, case.head_dim, generator=generator).to(device, dtype)
         for n, heads in ((tokens, wide), (pool, case.kv_heads), (pool, case.kv_heads))
     )
     q, keys, values = q[:, : case.q_heads], keys.to(_kept(case)), values.to(_kept(case))
-    extent = Extent(np.full(case.rows, case.queries), np.full(case.rows, kv))
-    sizes = case.rows * kv, tokens * kv // 8 + case.rows
-    buffers = AttentionBuffers.allocate(*sizes, device)
+    buffers = AttentionBuffers.allocate(pool - 1, int(extent.byte_starts[-1]), device)
     buffers.kv_indices.copy_(torch.randperm(pool - 1, generator=generator) + 1)
-    seen = (torch.rand(tokens, case.queries, generator=generator) < 0.5).numpy()
+    width = int(extent.q_lens.max())
+    seen = (torch.rand(tokens, width, generator=generator) < 0.5).numpy()
+    seen |= np.arange(width) < (width - extent.q_lens.repeat(extent.q_lens))[:, None]
     ends, there = (torch.from_numpy(x).to(device)[None] for x in (extent.window_ends, seen))
-    reference, kernel = SdpaKernel(buffers), _kernel(name, case, buffers)
+    reference, kernel = SdpaKernel(buffers), _kernel(name, case, buffers, rows)
     sinks = torch.randn(case.q_heads, generator=generator).to(device) if case.sinks else None
     scores = Scores(case.head_dim**-0.5, case.window, case.cap, sinks)
-    positions = (torch.arange(tokens) % case.queries + case.context).to(device)
+    first = (extent.q_lens.cumsum() - extent.q_lens).repeat(extent.q_lens)
+    positions = torch.from_numpy(np.arange(tokens) - first + case.context).to(device)
     for one in (reference, kernel, kernel):  # a later plan takes another way than the first one
         set_out(one, extent, device)
     with reference.hiding(ends, there):
@@ -161,16 +177,16 @@ def _kept(case: Case) -> torch.dtype:
     return KEPT.get(case.kept, TYPES[case.dtype][0])
 
 
-def _kernel(name: str, case: Case, buffers: AttentionBuffers) -> TreeKernel:
+def _kernel(name: str, case: Case, buffers: AttentionBuffers, rows: int) -> TreeKernel:
     types = TYPES[case.dtype][0], _kept(case)
     heads = AttentionShape(case.q_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, *types)
     device = buffers.mask.device
     if name == "triton":
-        return own_kernel(heads, device)(buffers, case.rows, 0)
+        return own_kernel(heads, device)(buffers, rows, 0)
     workspace, integers = (
         torch.empty(n, dtype=torch.uint8, device=device) for n in (WORKSPACE_BYTES, INT_WORKSPACE_BYTES)
     )
-    return FlashInferKernel(buffers, case.rows, heads, workspace, integers)
+    return FlashInferKernel(buffers, rows, heads, workspace, integers)
 
 
 def _captured(
