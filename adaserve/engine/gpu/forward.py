@@ -167,6 +167,14 @@ class GpuForward:
         self.was_graph = self.mixed.was_graph
         return logits, best
 
+    def take_read(self, texts: int) -> Tensor:
+        """``prompt_logits``, once. Raises RuntimeError if they are not of so many."""
+        logits, self.prompt_logits = self.prompt_logits, None
+        if logits is None or len(logits) != texts:
+            count = 0 if logits is None else len(logits)
+            raise RuntimeError(f"{count} prompts were read, and SGLang asks for {texts}")
+        return logits
+
     def forget_read(self) -> None:
         self.prompt_logits = None
 

@@ -94,8 +94,7 @@ class ShortPrompts:
 
     def execute(self, forward_batch: ForwardBatch, **kwargs: Any) -> Any:
         if self._was_read(forward_batch):
-            logits = self._model.prompt_logits
-            self._model.forget_read()
+            logits = self._model.take_read(forward_batch.batch_size)
         elif self._fits(forward_batch):
             logits = self._reader.read(batch_of(forward_batch)).clone()  # samplers write to it
             self._reader.take_runs()  # of prefills nobody asks

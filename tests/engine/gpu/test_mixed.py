@@ -198,6 +198,9 @@ def test_sglang_gets_the_logits_of_prompts_that_were_read() -> None:
     assert prompts.execute(many).next_token_logits.flatten().tolist() == [0, 1]
     assert prompts._model.prompt_logits is None and not otherwise.ran
     assert prompts.execute(many) == "sglang"
+    prompts._model.prompt_logits = torch.arange(3.0)[:, None]
+    with pytest.raises(RuntimeError, match="3 prompts were read, and SGLang asks for 2"):
+        prompts.execute(many)
 
 
 def test_prompts_of_which_more_is_asked_are_read_again() -> None:
