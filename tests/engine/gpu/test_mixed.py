@@ -101,8 +101,7 @@ def test_what_was_read_outlives_the_forward() -> None:
     assert target.prompt_logits is not None
     read, before = target.prompt_logits, target.prompt_logits.clone()
     target.logits(states).zero_()
-    target.run(trees)
-    target.mixed.verify(trees, texts_of(requests, 1, [4]))
+    target.run(trees)  # padded to as many rows as there were
     assert torch.equal(read, before)
 
 
