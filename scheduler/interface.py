@@ -171,8 +171,7 @@ class RunningBatch:
     max_depth: IntArray  # deepest node that may be kept; 0 = root only (custom logit processors, ...)
     temperature: FloatArray  # 0 = greedy
     prefill_tokens: int = 0
-    """Prefill tokens that will share this iteration's verify forward (mixed chunks); 0 = none. Servers never
-    mix, only the simulator does."""
+    """Prompt tokens that will share this iteration's verify forward; 0 = none."""
     offered: CandidateTrees | None = None
     """Candidates that exist before a plan is made, at no cost, within ``max_depth``. Drafted ones are added
     to them."""

@@ -33,7 +33,7 @@ class ServerControl:
         self._set("policy", name)
 
     def set_prefill(self, mode: str) -> None:
-        """Changes when the running server prefills: slack or exclusive. Raises ServerError."""
+        """Changes how the running server prefills: one of ``config.PREFILLS``. Raises ServerError."""
         self._set("prefill", mode)
 
     def set_draft(self, name: str) -> None:

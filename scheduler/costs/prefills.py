@@ -11,6 +11,10 @@ from adaserve.scheduler.costs.latency import ForwardCost
 from adaserve.scheduler.interface import FloatArray, IntArray
 
 
+LEAST_S = 1e-9
+"""Seconds of a token, at least."""
+
+
 class LearnedPrefills:
     """Time of a forward that reads prompts, starting from a guess: fixed + tokens x per_token. It is a least
     squares fit by relative errors, in which a time that was far too long hardly counts.
@@ -29,6 +33,12 @@ class LearnedPrefills:
         rows = self.PRIOR * np.array([[1 / one_s, 1 / one_s], [1 / far_s, self.FAR / far_s]])
         self._fit = FadingFit(rows, np.full(2, self.PRIOR), self.KEPT)
         self._work_out()
+
+    @classmethod
+    def beside(cls, one_s: float, far_s: float) -> LearnedPrefills:
+        """Of what prompts add to a verification, by the same guesses: those without their fixed part."""
+        token_s = each_token_s(one_s, far_s)
+        return cls(token_s, token_s * cls.FAR)
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A forward that was served; nonsense (not finite, not positive) is ignored."""
@@ -49,6 +59,11 @@ class LearnedPrefills:
         """Sizes [k] up to ``most`` tokens, and their seconds [k], both rising."""
         sizes = _sizes(most)
         return sizes, self.cost.alone(sizes.astype(np.float64)) * slowdown
+
+
+def each_token_s(one_s: float, far_s: float) -> float:
+    """Seconds that each token adds to a forward, by those of forwards of one token and of ``FAR``; above 0."""
+    return max((far_s - one_s) / (LearnedPrefills.FAR - 1.0), LEAST_S)
 
 
 @lru_cache(maxsize=8)  # asked for before every iteration while prompts wait

@@ -143,15 +143,17 @@ class PacedReplica(Replica):
         self._of: tuple[tuple[str, ...], FloatArray, float, float] = ((), np.zeros(0), 0.0, 0.0)
 
     def _decode(self, prefill_tokens: int) -> None:
-        rows, latency = self.rows, self.config.latency
+        rows = self.rows
         paces, seconds, verified = self._usual()
         left = rows.length - rows.decoded
         drawn = np.floor(paces + self._rng.random(len(paces))).astype(np.int64)
         new = np.minimum(drawn, left)
         context = Context(float((rows.prompt + rows.decoded).sum()), len(rows))
-        seconds += latency.verify.kv_read.seconds(verified + prefill_tokens, context)
+        seconds += self.config.latency.verify.kv_read.seconds(verified, context)
         if prefill_tokens:
-            seconds += latency.verify_s(verified + prefill_tokens) - latency.verify_s(verified)
+            alone_s, shared_s = (self._verify_s(verified, n, context) for n in (0, prefill_tokens))
+            self._read_beside(prefill_tokens, self._slowed(shared_s), alone_s)
+            seconds += shared_s - alone_s
         total = self._noisy(seconds) + self._slowed(self._draft_prefill_s())
         self.now_s += total
         continued = self._last_end_s and rows.decoded.any()

@@ -71,9 +71,10 @@ class PlayedReplica(Replica):
         counts = np.bincount(trees.row[accepted], minlength=len(running))
         left = (self.rows.length - self.rows.decoded)[pick]
         new = np.minimum(1 + counts, left)
-        tokens = selection.verify_tokens + prefill_tokens
         context = Context(float(running.context_tokens.sum()), len(running))
-        verify_s = self._noisy(self.config.latency.verify_s(tokens, context))
+        verify_s = self._noisy(self._verify_s(selection.verify_tokens, prefill_tokens, context))
+        if prefill_tokens:
+            self._read_beside(prefill_tokens, verify_s, self._verify_s(selection.verify_tokens, 0, context))
         around_s = self.config.latency.overhead_s + self.config.row_overhead_s * len(running)
         total = draft_s + verify_s + self._slowed(around_s + self._draft_prefill_s())
         self.now_s += total

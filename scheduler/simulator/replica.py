@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 
@@ -13,14 +11,13 @@ from adaserve.scheduler.admission.interference import Interference, RecentWork
 from adaserve.scheduler.admission.prefill import plan_prefill
 from adaserve.scheduler.admission.situation import PrefillConfig, Situation
 from adaserve.scheduler.costs.latency import LatencyModel, StepCost
-from adaserve.scheduler.costs.prefills import LearnedPrefills
-from adaserve.scheduler.interface import FloatArray, IntArray
+from adaserve.scheduler.costs.prefills import LearnedPrefills, each_token_s
+from adaserve.scheduler.interface import Context, IntArray
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.waiting import WaitingPrompts, waiting_batch
 from adaserve.scheduler.simulator.workload import SimRequest
 from adaserve.slo.lengths import OutputLengths
 
-PrefillMode = Literal["mixed", "exclusive"]
 Chunk = list[tuple[SimRequest, int]]
 """Requests whose prompts are read, and how many tokens of each."""
 
@@ -32,10 +29,10 @@ class ReplicaConfig:
     latency: LatencyModel  # the truth; the policy has its own model
     kv_tokens: int = 400_000
     max_running: int = 512
-    prefill_mode: PrefillMode = "mixed"
+    mixed: bool = True  # prompts share forwards with verification; else they have forwards of their own
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     shed: bool = False  # answer 429 to prompts that have not started when their TTFT SLO has passed
-    prefill_cost: StepCost | None = None  # of separate prefill forwards, both models; None = by ``latency``
+    prefill_cost: StepCost | None = None  # of forwards of prompts alone, both models; None = by ``latency``
     noise: float = 0.03  # standard deviation of log seconds
     row_overhead_s: float = 0.0  # per iteration and running request, whose tokens are streamed
     lag: bool = False  # overlap schedule: an outcome is observed after the next plan
@@ -62,6 +59,7 @@ class Replica(ABC):
         self._recent = RecentWork()
         one_s, far_s = (self._both_s(tokens) for tokens in (1.0, LearnedPrefills.FAR))
         self._prefills = LearnedPrefills(one_s, far_s)
+        self._beside = LearnedPrefills.beside(one_s, far_s)
         self._drafted_chunk = 0  # tokens of the present chunk that the draft model reads, too
 
     @abstractmethod
@@ -103,7 +101,7 @@ class Replica(ABC):
         chunk = self._take_chunk()
         tokens = sum(t for _, t in chunk)
         self._drafted_chunk = sum(t for r, t in chunk if r.drafts) if self._drafts else 0
-        if tokens and (self.config.prefill_mode == "exclusive" or not len(self.rows)):
+        if tokens and not (self.config.mixed and len(self.rows)):
             self._prefill(tokens)
         elif len(self.rows):
             self._decode(tokens)
@@ -180,13 +178,11 @@ class Replica(ABC):
         return Situation(self.config.prefill, waiting, self.now_s, interference)
 
     def _interference(self, joining: int) -> Interference:
-        """What chunks would cost the running requests: alone, as learned, or riding in their verification
-        (mixed), as it is."""
+        """What chunks would cost the running requests, as learned: in forwards of their own, or what they add
+        to a verification."""
         running = self.rows.batch(None, 0)
-        if self.config.prefill_mode == "mixed" and len(self.rows):
-            chunks = chunk_costs(self.config, self._drafts, len(self.rows))
-        else:
-            chunks = self._prefills.chunks(self.config.prefill.chunk_tokens)
+        prefills = self._beside if self.config.mixed and len(self.rows) else self._prefills
+        chunks = prefills.chunks(self.config.prefill.chunk_tokens)
         return self._recent.interference(self.config.latency, running, joining, chunks, self.now_s)
 
     def _finish_prefill(self, chunk: Chunk) -> None:
@@ -207,9 +203,24 @@ class Replica(ABC):
         return latency.verify_s(tokens) + (latency.draft_step_s(tokens) if self._drafts else 0.0)
 
     def _draft_prefill_s(self) -> float:
-        """What the draft model takes for its part of the chunk."""
+        """What the draft model takes for its part of the chunk. ``prefill_cost`` is of both models."""
         tokens = self._drafted_chunk
-        return self.config.latency.draft_step_s(tokens) if tokens else 0.0
+        return self.config.latency.draft_step_s(tokens) if tokens and not self.config.prefill_cost else 0.0
+
+    def _verify_s(self, verified: float, prefill_tokens: int, context: Context) -> float:
+        """Of a verification of so many tokens, with a chunk in its forward. If it is known what prompts cost
+        alone, each of their tokens adds as much as there."""
+        latency, cost = self.config.latency, self.config.prefill_cost
+        if cost is None:
+            return latency.verify_s(verified + prefill_tokens, context)
+        token_s = each_token_s(*cost.alone(np.array([1.0, LearnedPrefills.FAR])).tolist())
+        return latency.verify_s(verified, context) + prefill_tokens * token_s
+
+    def _read_beside(self, tokens: int, forward_s: float, alone_s: float) -> None:
+        """Learns from a chunk in a verification, which took ``forward_s`` and would have taken ``alone_s``
+        without it."""
+        longer_s = max(0.0, forward_s - self._slowed(alone_s)) + self._slowed(self._draft_prefill_s())
+        self._beside.observe(tokens, longer_s)
 
     # -- decoding -----------------------------------------------------------------------------
 
@@ -248,14 +259,3 @@ class Replica(ABC):
 
     def _noisy(self, seconds: float) -> float:
         return self._slowed(seconds) * float(np.exp(self._rng.normal(0.0, self.config.noise)))
-
-
-@lru_cache(maxsize=1024)
-def chunk_costs(config: ReplicaConfig, drafts: bool, beside: int) -> tuple[IntArray, FloatArray]:
-    """Chunk sizes [k], and the seconds [k] that they add to a forward of ``beside`` tokens; both rising."""
-    latency = config.latency
-    sizes = np.unique(np.linspace(1, config.prefill.chunk_tokens, 64).astype(np.int64))
-    seconds = latency.verify_s(beside + sizes.astype(np.float64)) - latency.verify_s(float(beside))
-    if drafts:
-        seconds += np.array([latency.draft_step_s(int(t)) for t in sizes])
-    return sizes, np.maximum.accumulate(seconds)

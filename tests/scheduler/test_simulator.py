@@ -77,9 +77,9 @@ def config(policy="adaserve", **over):
 @pytest.mark.parametrize(
     "policy", ["adaserve", "priced", "chain-3", "none", "turbospec", "fcfs", "stta", "sep-pipe"]
 )
-@pytest.mark.parametrize("mode", ["mixed", "exclusive"])
-def test_every_request_gets_exactly_its_tokens(policy, mode):
-    result = simulate(requests(25), config(policy, prefill_mode=mode))
+@pytest.mark.parametrize("mixed", [True, False])
+def test_every_request_gets_exactly_its_tokens(policy, mixed):
+    result = simulate(requests(25), config(policy, mixed=mixed))
     for request in result.requests:
         assert request.finished and request.prefilled == request.prompt_tokens
         assert request.produced == request.output_tokens - 1
@@ -98,7 +98,7 @@ def test_same_seed_same_result_other_seed_another():
 
 def test_iterations_that_read_prompts_teach_no_time_around_forwards():
     """What the draft model takes to read a chunk is in no forward that is timed."""
-    replica = build_replica(config("priced", prefill_mode="mixed"))
+    replica = build_replica(config("priced", mixed=True))
     replica.outcomes = []
     for request in requests(40, rate=6.0):
         replica.submit(request)
@@ -232,7 +232,7 @@ def test_a_prompt_that_the_draft_skips_does_not_wait_for_the_draft():
             request.arrival_s, request.prompt_tokens = 1.0 + 0.4 * i, 100
             request.output_tokens = request.cap_tokens = 40
         settings = PolicyConfig(latency=slow_draft, turbo_skip_prefill=skips)
-        replica = ReplicaConfig(slow_draft, prefill_mode="exclusive", noise=0.0)
+        replica = ReplicaConfig(slow_draft, mixed=False, noise=0.0)
         simulate(load, SimulationConfig(replica, "turbospec", settings))
         first_token_s.append([r.first_token_s for r in load])
         drafts.append([r.drafts for r in load])
@@ -267,9 +267,9 @@ def test_streaming_costs_time_per_request():
     assert added == pytest.approx([0.04, 0.08])
 
 
-@pytest.mark.parametrize("mode", ["mixed", "exclusive"])
+@pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("play", [True, False])
-def test_a_busy_host_slows_everything_down(play, mode):
+def test_a_busy_host_slows_everything_down(play, mixed):
     """Also what is around the forwards, and what drafts read of prompts: a run takes three times as long."""
     latency = LatencyModel(ForwardCost(1e-3, 1e-5), ForwardCost(2e-3, 1e-5), overhead_s=5e-3)
     ends = []
@@ -279,7 +279,7 @@ def test_a_busy_host_slows_everything_down(play, mode):
             request.arrival_s, request.prompt_tokens = 0.0, 100
         cfg = SimulationConfig(
             ReplicaConfig(
-                latency, prefill_mode=mode, prefill=PrefillConfig(150), noise=0.0, row_overhead_s=1e-3,
+                latency, mixed=mixed, prefill=PrefillConfig(150), noise=0.0, row_overhead_s=1e-3,
                 busy=((0.0, math.inf, times),),
             ),
             "chain-2", PolicyConfig(latency=latency),
@@ -296,7 +296,7 @@ def test_prompts_that_nobody_decodes_beside_are_split_as_on_a_server():
     for request in load:
         request.arrival_s, request.prompt_tokens, request.tpot_slo_s = 0.0, 100, math.inf
     rule = AdaServeConfig().for_prefills(chunk_tokens=150)
-    cfg = config("none", prefill=rule, prefill_mode="exclusive")
+    cfg = config("none", prefill=rule, mixed=False)
     replica = build_replica(cfg)
     for request in load:
         replica.submit(request)
@@ -406,7 +406,7 @@ class TestLookedUpIterations:
 
     def test_agree_with_played_ones(self):
         """On one replica and a middling load, attainment within 6 points and mean TPOT within 12%."""
-        cfg = config("chain-3", prefill_mode="exclusive")
+        cfg = config("chain-3", mixed=False)
         played, paced = requests(300, 2.8, 5), requests(300, 2.8, 5)
         result = simulate(played, cfg)
         serve(paced, self.fleet(cfg, learn_pace(paced, cfg)), cfg)
@@ -420,14 +420,14 @@ class TestLookedUpIterations:
         one = replace(self.TABLE, n=np.array([1.0]))
         assert one.at(np.array([0.03]), 5) == 0.03
 
-    @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
-    def test_prompts_cost_what_they_cost_a_played_replica(self, mode):
+    @pytest.mark.parametrize("mixed", [True, False])
+    def test_prompts_cost_what_they_cost_a_played_replica(self, mixed):
         """Chunk by chunk, each with what a forward takes whatever is in it."""
         ttft = []
         for play in (True, False):
             long = requests(1)
             long[0].prompt_tokens, long[0].output_tokens, long[0].cap_tokens = 2000, 5, 5
-            cfg = config("chain-3", prefill_mode=mode, noise=0.0)
+            cfg = config("chain-3", mixed=mixed, noise=0.0)
             serve(long, [build_replica(cfg)] if play else self.fleet(cfg), cfg)
             ttft.append(long[0].first_token_s - long[0].arrival_s)
         chunks = [512, 512, 512, 464]
@@ -437,14 +437,14 @@ class TestLookedUpIterations:
             == pytest.approx(sum(LATENCY.verify_s(float(t)) + LATENCY.draft_step_s(float(t)) for t in chunks))
         )
 
-    @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
+    @pytest.mark.parametrize("mixed", [True, False])
     @pytest.mark.parametrize(("prefill", "shed"), [(PrefillConfig(), False), (SERVED, False), (SERVED, True)])
-    def test_nothing_is_lost(self, mode, prefill, shed):
+    def test_nothing_is_lost(self, mixed, prefill, shed):
         """Every request ends once, with exactly its tokens or with 429; nothing stays booked."""
         load = requests(80, rate=12.0)
         for request in load[::2]:
             request.ttft_slo_s = 1.0
-        cfg = config(prefill_mode=mode, prefill=prefill, shed=shed, kv_tokens=5000, replicas=3)
+        cfg = config(mixed=mixed, prefill=prefill, shed=shed, kv_tokens=5000, replicas=3)
         fleet = self.fleet(cfg)
         serve(load, fleet, cfg)
         done = [r for replica in fleet for r in replica.done]
@@ -464,7 +464,7 @@ class TestLookedUpIterations:
         met = []
         for prefill in (PrefillConfig(256), SERVED):
             load = requests(150, rate=4.0)
-            cfg = config(prefill_mode="exclusive", prefill=prefill)
+            cfg = config(mixed=False, prefill=prefill)
             serve(load, self.fleet(cfg), cfg)
             met.append(np.mean([to_record(r).met_tpot for r in load]))
         assert met[1] > met[0] + 0.1

@@ -74,29 +74,31 @@ def run(
     baseline_ms: Baseline = None,
     slo_config: SloConfig = None,
     prefill: Annotated[
-        Literal["mixed", "exclusive"],
+        Literal["fixed", "mixed", "slack", "exclusive"],
         prefill_option(
-            "mixed: chunks of prompts share forwards with decoding, as in the artifact of the paper's "
-            "authors; exclusive: they run alone, as in AdaServe's server.",
+            "fixed: chunks of one size share forwards with decoding, as in the artifact of the paper's "
+            "authors; mixed, slack or exclusive: as with --adaserve-prefill of a server.",
             metavar="NAME",
         ),
-    ] = "mixed",
+    ] = "fixed",
     chunk: Annotated[
         int | None,
         prefill_option("Largest chunk, in tokens.", min=1, show_default="512, or 4096 where they run alone"),
     ] = None,
     order: Annotated[
-        Literal["fcfs", "slack", "short", "deadline"],
+        Literal["fcfs", "slack", "short", "deadline"] | None,
         prefill_option(
-            "Order in which prompts are prefilled: fcfs, slack, short or deadline.", metavar="NAME"
+            "Order in which prompts are prefilled: fcfs, slack, short or deadline.",
+            metavar="NAME",
+            show_default="deadline with mixed and slack, or fcfs",
         ),
-    ] = "fcfs",
+    ] = None,
     gate: Annotated[
         float | None,
         prefill_option(
-            "Start a prompt only while the tightest running SLO keeps this headroom.",
+            "Start a prompt only while the tightest running SLO keeps this headroom; 0 = always.",
             min=0,
-            show_default="no gate",
+            show_default="1.1 with mixed and slack, or 0",
         ),
     ] = None,
     shed: Annotated[
@@ -195,7 +197,9 @@ def capacity(
         hardware = Hardware(model, gpu, tp, profile)
         cache = kv_tokens or hardware.kv_tokens()
         recordings = () if recorded is None else (recorded,)
-        of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, recordings, cache, router)
+        of = SimulatedFleet.of(
+            policy, hardware.latency(), baseline_ms, seed, recordings, cache, router, hardware.on_cpu()
+        )
         loaded = read_recorded(trace, seed)
         most = min(most, len(loaded))  # with one for each request, all of them run alone
         with console.status(_replicas(1)) as status:
@@ -255,7 +259,9 @@ def fleet(
     with _refusing():
         hardware = Hardware(model, gpu, tp, profile)
         cache = hardware.kv_tokens()
-        of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, (), cache, router)
+        of = SimulatedFleet.of(
+            policy, hardware.latency(), baseline_ms, seed, (), cache, router, hardware.on_cpu()
+        )
         with console.status("drawing the trace"):
             loaded = read_workload(trace, seed)
     with progress(console) as bar:

@@ -43,14 +43,17 @@ class SimulatedFleet:
         recorded: Sequence[Path] = (),
         kv_tokens: int = PROFILED_CACHE,
         router: str = "least-work",
+        mixed: bool = False,
     ) -> SimulatedFleet:
         """``recorded``: iterations of replicas, to draw trees from; if they took longer than ``latency``
-        says, so will the simulated ones, and prefills take what the recorded ones did. Raises ValueError
-        if the policy is unknown, or if the recordings say too little."""
-        config = replace(server_defaults(policy, latency, seed, kv_tokens), router=router)
+        says, so will the simulated ones, and prefills take what the recorded ones did. ``mixed``: as in
+        ``server_defaults``. Raises ValueError if the policy is unknown, or if the recordings say too
+        little."""
+        found = load_recorded(recorded, latency) if recorded else None
+        mixed = mixed or (found is not None and found.mixed)
+        config = replace(server_defaults(policy, latency, seed, kv_tokens, mixed), router=router)
         text, slowdown = TextModel(), 1.0
-        if recorded:
-            found = load_recorded(recorded, latency)
+        if found is not None:
             text, slowdown = RECORDED_TEXT, found.slowdown
             replica = replace(config.replica, busy=((0.0, np.inf, slowdown),), prefill_cost=found.prefills)
             config = replace(config, replica=replica, children=found.children)

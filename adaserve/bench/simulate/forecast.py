@@ -21,7 +21,8 @@ def forecast_text(
     unknown class."""
     latency = hardware.latency()
     requests = make_requests(trace, SLOConfig(), latency.baseline_s(), text, seed)
-    judged = predict_requests(requests, server_defaults(policy, latency, seed, hardware.kv_tokens()))[skip:]
+    config = server_defaults(policy, latency, seed, hardware.kv_tokens(), hardware.on_cpu())
+    judged = predict_requests(requests, config)[skip:]
     if not judged:
         raise ValueError(f"no request is left after the first {skip}: skip fewer, or give a longer trace")
     delivered = np.array([r.delivered_s for r in judged])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import yaml
 from pydantic import create_model
@@ -18,6 +18,7 @@ from adaserve.bench.simulate.cases import COMMAND, Case, Setting, markdown, plot
 from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.traces import DRAWN, rate_rps, read_workload
 from adaserve.checked import Checked
+from adaserve.config import AdaServeConfig
 from adaserve.host.files import write_json
 from adaserve.loadgen.results import command_line
 from adaserve.scheduler.admission.situation import Order, PrefillConfig
@@ -27,14 +28,19 @@ from adaserve.scheduler.policies import build_policy, chain_length
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT
 from adaserve.scheduler.simulator.order import ROW_ORDERS
 from adaserve.scheduler.simulator.recorded import RECORDED_TEXT, load_children
-from adaserve.scheduler.simulator.replica import PrefillMode, ReplicaConfig
+from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
 from adaserve.scheduler.simulator.workload import TextModel
 from adaserve.slo.classes import SLOConfig
 
-CHUNKS: dict[PrefillMode, int] = {"mixed": 512, "exclusive": 4096}
-"""Tokens of the largest chunk, unless one is given."""
+PrefillMode = Literal["fixed", "mixed", "slack", "exclusive"]
+"""How prompts are read: as servers do (``config.PREFILLS``), or in chunks of a fixed size that share forwards
+with verification, as in the artifact of the paper's authors."""
+SHARED: tuple[PrefillMode, ...] = ("fixed", "mixed")
+PACED: tuple[PrefillMode, ...] = ("mixed", "slack")
+CHUNK_TOKENS = {True: 512, False: 4096}
+"""The largest chunk, unless one is given, by whether it shares a forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +60,8 @@ class Grid:
     slo_config: Path | None
     prefill: PrefillMode
     chunk: int | None
-    order: Order
-    gate: float | None
+    order: Order | None  # None = that of the mode
+    gate: float | None  # None = that of the mode; 0 = none
     shed: bool
     lag: bool
     replicas: int
@@ -87,18 +93,29 @@ class Grid:
     def _simulation(self) -> SimulationConfig:
         """What all cases share; the policy is that of each."""
         hardware = Hardware(self.model, self.gpu, self.tp, self.profile)
-        chunk = self.chunk or CHUNKS[self.prefill]
         replica = ReplicaConfig(
             hardware.latency(),
             self.kv_tokens or hardware.kv_tokens(),
-            prefill_mode=self.prefill,
-            prefill=PrefillConfig(chunk, self.order, self.gate),
+            mixed=self.prefill in SHARED,
+            prefill=self._prefills(),
             shed=self.shed,
             lag=self.lag,
         )
         return SimulationConfig(
             replica, "none", replicas=self.replicas, router=self.router, children=self._children()
         )
+
+    def _prefills(self) -> PrefillConfig:
+        """The rule of the mode, changed by what is given."""
+        chunk_tokens = self.chunk or CHUNK_TOKENS[self.prefill in SHARED]
+        rule = AdaServeConfig().for_prefills if self.prefill in PACED else PrefillConfig
+        prefills = rule(chunk_tokens=chunk_tokens)
+        if self.gate is not None:
+            prefills = replace(prefills, gate=self.gate or None)
+        if self.order is not None:
+            lost_every_s = prefills.lost_every_s if self.order == "deadline" else None
+            prefills = replace(prefills, order=self.order, lost_every_s=lost_every_s)
+        return prefills
 
     def _children(self) -> ChildSource:
         """Where the candidates come from."""

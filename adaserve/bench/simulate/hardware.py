@@ -29,6 +29,10 @@ class Hardware:
             return hardware_latency(self.model, self.gpu, self.tp)
         return fit_latency(load_profile(self.profile)).model
 
+    def on_cpu(self) -> bool:
+        """Whether it is a CPU host. Raises ProfileError."""
+        return self.profile is not None and load_profile(self.profile).meta.get("device") == "cpu"
+
     def kv_tokens(self) -> int:
         """Tokens of KV cache. Raises ValueError."""
         return PROFILED_CACHE if self.profile else kv_capacity_tokens(self.model, self.gpu, self.tp)

@@ -10,12 +10,16 @@ from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
 
 
-def server_defaults(policy: str, latency: LatencyModel, seed: int, kv_tokens: int) -> SimulationConfig:
+def server_defaults(
+    policy: str, latency: LatencyModel, seed: int, kv_tokens: int, mixed: bool = False
+) -> SimulationConfig:
     """One replica. Trees are as deep as by default, or as the policy's chains; none stops growing early, as
-    on a CPU host. Raises ValueError if the policy is unknown."""
+    on a CPU host. ``mixed``: paced prompts share forwards with verification, as on a CPU host. Raises
+    ValueError if the policy is unknown."""
     build_policy(policy)
     server = AdaServeConfig()
     server = server.changed(max_depth=max(server.max_depth, chain_length(policy) or 0))
-    prefill = server.for_prefills() if is_slo_aware(policy) else PrefillConfig()
-    replica = ReplicaConfig(latency, kv_tokens, MAX_RUNNING, prefill_mode="exclusive", prefill=prefill)
+    paced = is_slo_aware(policy)
+    prefill = server.for_prefills() if paced else PrefillConfig()
+    replica = ReplicaConfig(latency, kv_tokens, MAX_RUNNING, mixed and paced, prefill)
     return SimulationConfig(replica, policy, server.for_policies(latency=latency), seed=seed)

@@ -13,7 +13,7 @@ import yaml
 from adaserve.bench.soak.answers import Answer, read_whole
 from adaserve.bench.soak.calls import CLASSES, Call
 from adaserve.bench.soak.checks import answer_faults
-from adaserve.config import AdaServeConfig
+from adaserve.config import PREFILLS, AdaServeConfig
 from adaserve.loadgen.server_metrics import parse_metrics
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
@@ -22,7 +22,7 @@ POLICIES = (
     "priced", "adaserve", "none", "chain-2", "fixed-tree", "equal-greedy", "global-greedy", "adaserve-v1",
     "turbospec", "chain-3",
 )  # fmt: skip
-PREFILLS = ("slack", "exclusive", "default")
+MODES = (*PREFILLS, "default")
 ENVIRONMENT = {
     # SGLang counts its KV slots after every iteration, and stops the scheduler when one is missing.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -118,7 +118,7 @@ class Control:
 
     def any_setting(self) -> str:
         """A random change that the server must take."""
-        name, values = self._rng.choice((("policy", POLICIES), ("prefill", PREFILLS)))
+        name, values = self._rng.choice((("policy", POLICIES), ("prefill", MODES)))
         return f"{name}={self._rng.choice(values)}"
 
     def await_idle(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,11 +49,17 @@ def _lengths(record: RequestRecord, every: Sequence[RequestRecord]) -> tuple[int
     return max(1, prompt), max(1, output)
 
 
-def _counted(results: Results) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Lines of blocks whose servers counted decode iterations, with what they counted."""
-    for line in results.lines.values():
-        if (server := line["server"]) and server["iterations"]:
-            yield line, server
+def shared_forwards(server: Mapping[str, Any] | None) -> bool:
+    """Whether prompts were in the forwards of verifications, by what the server of a block counted."""
+    return bool(server and server.get("mixed"))
+
+
+def _counted(results: Results) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Lines of blocks whose servers counted decode iterations, with what they counted. Those of which it is
+    not known what verified and what prompts took, as they shared forwards, only if there are no others."""
+    lines = [line for line in results.lines.values() if line["server"] and line["server"]["iterations"]]
+    known = [line for line in lines if not shared_forwards(line["server"])] or lines
+    return [(line, line["server"]) for line in known]
 
 
 def fitted_means(results: Results, kind: str | None = None) -> dict[str, float]:

@@ -210,9 +210,10 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
     """What the worker did between two reports: seconds per part, and means per iteration.
 
     ``draft``, ``verify``: in the models' forwards of decode iterations; ``select``; ``other``: what else
-    these iterations took; ``prefill``: prefill forwards of both models. ``loop_s``: mean time from the end of
-    an iteration to that of the next, without prefills; what it has beyond the parts is spent outside the
-    worker, on streaming. None without an AdaServe server."""
+    these iterations took; ``prefill``: prefill forwards of both models, or what is left of them after the
+    ``mixed`` iterations whose verification read prompts. ``loop_s``: mean time from the end of an iteration
+    to that of the next, without prefills; what it has beyond the parts is spent outside the worker, on
+    streaming. None without an AdaServe server."""
     if before is None or after is None:
         return None
     times = {k: v - before["times"][k] for k, v in after["times"].items()}
@@ -234,6 +235,7 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
         "seconds": {k: round(v, 4) for k, v in seconds.items()},
         "iterations": round(times["iterations"]),
         "prefills": round(times["prefills"]),
+        "mixed": round(times["mixed"]),
         "tokens_per_verification": per(sums["new_tokens"], rows),
         "tree_nodes": per(sums["verify_tokens"] - rows, rows),
         "drafted_nodes": per(sums["drafted_tokens"], rows),

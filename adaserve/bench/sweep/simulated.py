@@ -21,6 +21,7 @@ from adaserve.bench.sweep.host_model import (
     in_order,
     lengths_of,
     prefills_as_served,
+    shared_forwards,
 )
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
@@ -109,17 +110,21 @@ class Simulator:
             sent = sim_requests(records, self._text[outcome.point.kind], case["seed"])
             requests = [replace(r, cap_tokens=max(stated, r.cap_tokens)) for r in sent]
             config = SimulationConfig(
-                self._replica(setting), policy or setting.policy or "none", self._policy(), seed=case["seed"]
+                self._replica(setting, case["server"]),
+                policy or setting.policy or "none",
+                self._policy(),
+                seed=case["seed"],
             )
             blocks.append(Block.of(simulate(requests, config).records()))
         return Block.total(blocks)
 
-    def _replica(self, setting: System) -> ReplicaConfig:
-        rule = AdaServeConfig().for_prefills if setting.prefill == "slack" else PrefillConfig
-        prefill = rule(chunk_tokens=CHUNK_TOKENS)
+    def _replica(self, setting: System, server: Mapping[str, Any] | None) -> ReplicaConfig:
+        """``server``: what it counted. Prompts share forwards if they did there."""
+        rule = PrefillConfig if setting.prefill == "exclusive" else AdaServeConfig().for_prefills
+        prefill, mixed = rule(chunk_tokens=CHUNK_TOKENS), shared_forwards(server)
         return ReplicaConfig(
-            self._latency, kv_tokens=65_536, max_running=MAX_RUNNING, prefill_mode="exclusive",
-            prefill=prefill, prefill_cost=self._prefill, row_overhead_s=self._row_s,
+            self._latency, kv_tokens=65_536, max_running=MAX_RUNNING, mixed=mixed, prefill=prefill,
+            prefill_cost=self._prefill, row_overhead_s=self._row_s,
         )  # fmt: skip
 
     def _policy(self) -> PolicyConfig:

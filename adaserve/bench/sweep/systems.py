@@ -51,7 +51,7 @@ def system(name: str) -> System:
     policy = name.removesuffix(GATE)
     AdaServeConfig(policy=policy, max_depth=length_of(name) or 1)  # servers are made as deep as that
     ours = policy == default_policy() or name != policy
-    return System(name, policy, "slack" if ours else "exclusive")
+    return System(name, policy, "mixed" if ours else "exclusive")
 
 
 def family(name: str) -> str | None:

@@ -130,7 +130,7 @@ def test_predictions_of_requests_that_arrive(policy):
     """Beside the load, what the class got lately counts: this removes bias and noise."""
     latency = hardware_latency("llama-3.1-70b", "a100", 4)
     mix = {"coding": 0.4, "chat": 0.3, "summarization": 0.3}
-    served = ReplicaConfig(latency, prefill_mode="exclusive", prefill=CONFIG, max_running=64)
+    served = ReplicaConfig(latency, mixed=False, prefill=CONFIG, max_running=64)
     steady = []
     for seed in range(3):
         trace = synthetic_trace(450, 2.5, seed, mix)

@@ -651,7 +651,7 @@ def test_giving_up_serves_more_under_overload_and_ends_nobody(ttft_s):
         for request in requests:
             request.ttft_slo_s = ttft_s
         config = PrefillConfig(512, "deadline", gate=1.1, pacing="slack", lost_every_s=lost_every_s)
-        replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=config)
+        replica = ReplicaConfig(latency, mixed=False, prefill=config)
         result = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency)))
         assert all(r.finished for r in result.requests)
         return np.mean([r.attained for r in result.records()])
@@ -721,13 +721,13 @@ def test_a_plan_names_each_prompt_once_and_fits_the_chunk(rows, n_running, now_s
 # -- in the simulator -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["exclusive", "mixed"])
-def test_every_request_gets_its_tokens_when_paced(mode):
+@pytest.mark.parametrize("mixed", [True, False])
+def test_every_request_gets_its_tokens_when_paced(mixed):
     latency = hardware_latency("llama-3.1-70b", "a100", 4)
     mix = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
     requests = make_requests(synthetic_trace(40, 4.0, 0, mix), SLOConfig(), 0.03, TextModel(), 0)
     config = replace(CONFIG, chunk_tokens=512)
-    replica = ReplicaConfig(latency, prefill_mode=mode, prefill=config)
+    replica = ReplicaConfig(latency, mixed=mixed, prefill=config)
     result = simulate(requests, SimulationConfig(replica, "adaserve", PolicyConfig(latency=latency)))
     assert all(r.finished and r.prefilled == r.prompt_tokens for r in result.requests)
     assert not result.replicas[0].busy
@@ -741,7 +741,7 @@ def test_gate_spares_running_requests_in_the_simulator():
     def run(gate, seed):
         requests = make_requests(synthetic_trace(60, 12.0, seed, mix), SLOConfig(), 0.03, TextModel(), seed)
         config = PrefillConfig(512, "deadline", gate=gate, pacing="slack", least_tokens=64, patience_s=3.0)
-        replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=config)
+        replica = ReplicaConfig(latency, mixed=False, prefill=config)
         done = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency))).requests
         assert all(r.finished for r in done)
         tpot = [(r.last_token_s - r.first_token_s) / max(1, r.output_tokens - 1) for r in done]
@@ -766,7 +766,7 @@ def test_prompts_share_forwards_where_a_forward_costs_much_in_any_case():
     ]
     served = AdaServeConfig().for_prefills(chunk_tokens=2048)
     replica = ReplicaConfig(
-        latency, max_running=64, prefill_mode="exclusive", prefill=served,
+        latency, max_running=64, mixed=False, prefill=served,
         prefill_cost=ForwardCost(0.054, per_token_s=1.6e-5),
     )  # fmt: skip
     result = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency, d_max=5)))
@@ -785,7 +785,7 @@ def test_pacing_spares_running_requests_in_the_simulator():
     def attained(pacing, seed):
         requests = make_requests(synthetic_trace(120, 3.5, seed, mix), SLOConfig(), 0.03, TextModel(), seed)
         config = PrefillConfig(512, "deadline", pacing=pacing, least_tokens=least_chunk(sizes, seconds))
-        replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=config)
+        replica = ReplicaConfig(latency, mixed=False, prefill=config)
         done = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency))).requests
         tpot = [(r.last_token_s - r.first_token_s) / max(1, r.output_tokens - 1) for r in done]
         return np.mean([t <= r.tpot_slo_s for t, r in zip(tpot, done, strict=True)])
