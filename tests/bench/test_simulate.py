@@ -17,14 +17,18 @@ from typer.testing import CliRunner
 from adaserve.bench.simulate import cases as grid_cases
 from adaserve.bench.simulate import fleet, grid
 from adaserve.bench.simulate.fleet import SimulatedFleet
+from adaserve.bench.simulate.grid import Grid
+from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.traces import read_recorded, read_workload
 from adaserve.cli import app
-from adaserve.config import MAX_RUNNING, AdaServeConfig
+from adaserve.config import MAX_RUNNING, PREFILLS, AdaServeConfig
 from adaserve.scheduler.acceptance_calibration import N_BINS
+from adaserve.scheduler.admission.situation import PrefillConfig
 from adaserve.scheduler.costs.latency import ForwardCost
 from adaserve.scheduler.costs.profile import Profile
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.recorded import Recorded, RecordedChildren
+from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import simulate, violations
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
 from adaserve.slo.classes import PAPER_MIX, SLOConfig
@@ -64,13 +68,39 @@ def test_writes_results(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("prefill", ["mixed", "exclusive"])
+@pytest.mark.parametrize("prefill", ["fixed", "mixed", "slack", "exclusive"])
 def test_prompts_are_read_in_chunks_of_the_given_size(prefill: str) -> None:
     few, many = (
         output_of(f"run --trace synthetic:20:3 --policy none --prefill {prefill} --chunk {size}")
         for size in (64, 2048)
     )
     assert few != many
+
+
+def test_prompts_are_read_as_servers_read_them() -> None:
+    """One of a server's modes, with its order and gate; ``fixed`` is the paper's artifact. What is given
+    counts."""
+
+    def replica(**given: Any) -> ReplicaConfig:
+        options = {name: None for name in Grid.__dataclass_fields__} | {
+            "trace": ["synthetic:3:1"], "policy": ["priced"], "model": "llama-3.1-8b", "gpu": "h100", "tp": 1,
+            "loads": (1.0,), "seeds": (0,), "shed": False, "lag": False, "replicas": 1, "router": "slo",
+            "eos_share": 0.0,
+        }  # fmt: skip
+        return Grid(**options | given).prepared()[0][0].config.replica
+
+    served = AdaServeConfig().for_prefills
+    assert [replica(prefill=mode).mixed for mode in PREFILLS] == [True, False, False]
+    assert replica(prefill="mixed").prefill == served(chunk_tokens=512)
+    assert replica(prefill="slack").prefill == served(chunk_tokens=4096)
+    assert replica(prefill="exclusive").prefill == PrefillConfig(4096)
+    fixed = replica(prefill="fixed")
+    assert fixed.mixed and fixed.prefill == PrefillConfig(512)
+    given = replica(prefill="mixed", order="fcfs", gate=0.0, chunk=64).prefill
+    assert given == PrefillConfig(64, "fcfs", None, None, "slack")
+    assert replica(prefill="exclusive", order="deadline", gate=1.1).prefill == PrefillConfig(
+        4096, "deadline", 1.1
+    )
 
 
 def test_seeds_of_a_drawn_trace_are_seeds_of_one_load() -> None:
@@ -232,6 +262,8 @@ def test_fleets_serve_as_servers_do() -> None:
     settings = AdaServeConfig().for_policies(latency=latency)
     assert priced.config.policy_config == chain.config.policy_config == settings
     assert priced.config.replica.max_running == MAX_RUNNING
+    of_cpu = [SimulatedFleet.of(policy, latency, None, 0, mixed=True) for policy in ("priced", "chain-2")]
+    assert [f.config.replica.mixed for f in (priced, chain, *of_cpu)] == [False, False, True, False]
     deep = SimulatedFleet.of("chain-7", latency, None, 0).config.policy_config
     assert settings.d_max == 5 and deep is not None and deep.d_max == 7
     trace = read_workload("synthetic:100:4", 0)
@@ -242,6 +274,14 @@ def test_fleets_serve_as_servers_do() -> None:
     attainment = priced.attainment(trace, SLOConfig())
     assert attainment(2) == pytest.approx(1 - violations(records))
     assert attainment(1) < attainment(2)
+
+
+def test_prompts_share_forwards_where_a_profile_is_of_a_cpu(tmp_path: Path) -> None:
+    points = np.array([[t, 0.0, 1.0, 0.03 + 2e-4 * t] for t in (1.0, 8.0, 64.0, 256.0)])
+    for device in ("cpu", "NVIDIA H200"):
+        Profile(points, points, meta={"device": device}).save(tmp_path / f"{device}.json")
+    cpu, gpu = (Hardware("", "", 1, tmp_path / f"{name}.json").on_cpu() for name in ("cpu", "NVIDIA H200"))
+    assert cpu and not gpu and not Hardware("llama-3.1-8b", "h100", 1, None).on_cpu()
 
 
 def test_long_traces_and_fleets_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,25 @@ def test_iterations_that_read_prompts_teach_no_time_around_forwards():
     assert chunked and all(chunked)
 
 
+@pytest.mark.parametrize("play", [True, False])
+@pytest.mark.parametrize("alone", [None, ForwardCost(0.05, per_token_s=4e-4)])
+def test_what_a_chunk_adds_to_a_verification_is_learned(play, alone):
+    """By which the rules go while requests decode, also where others use the host: target and draft, or what
+    a token takes in forwards of prompts alone."""
+    slow = ((0.0, math.inf, 3.0),)
+    cfg = config("chain-2", noise=0.0, prefill_cost=alone, prefill=PrefillConfig(64), busy=slow)
+    replica = build_replica(cfg) if play else TestLookedUpIterations().fleet(cfg)[0]
+    for request in requests(40, rate=6.0):
+        request.arrival_s = 0.0
+        replica.submit(request)
+    while replica.busy:
+        replica.step()
+    one = alone.per_token_s if alone else LATENCY.verify_s(65.0) - LATENCY.verify_s(64.0)
+    more = 0.0 if alone else LATENCY.draft_step_s(64)
+    assert replica._beside.seconds(64) == pytest.approx(3.0 * (64 * one + more), rel=0.1)
+    assert replica._prefills.seconds(64) > 1.5 * replica._beside.seconds(64)
+
+
 def test_overlap_lag_is_survived():
     result = simulate(requests(25), config("priced", lag=True))
     assert all(r.finished for r in result.requests)
@@ -499,8 +518,8 @@ def test_a_prompt_that_overtakes_but_does_not_fit_stops_nobody():
 
 
 class TestReplay:
-    def record(self, path, policy="priced", n=15):
-        cfg = config(policy)
+    def record(self, path, policy="priced", n=15, **over):
+        cfg = config(policy, **over)
         replica = build_replica(cfg)
         with Recorder(path) as recorder:
             spy(replica.policy, recorder)
@@ -654,6 +673,24 @@ class TestReplay:
         cost = prefill_cost(list(read_events(path)), LATENCY, 3.0)
         assert (cost.fixed_s, cost.per_token_s) == pytest.approx((0.01, 1e-4), rel=0.05)
         assert list(read_recording(path)) == []
+
+    def test_prompts_that_verifications_read_are_no_forwards_of_their_own(self, tmp_path):
+        """What was left to do for them is far less."""
+        path = tmp_path / "run.jsonl"
+        self.record(path, "priced", mixed=True)
+        tokens = [item.outcome.prefill_tokens for item in read_recording(path)]
+        with path.open("a") as file:
+            for n in filter(None, tokens):
+                file.write(json.dumps({"prefill": {"tokens": n, "seconds": 1e-4}}) + "\n")
+            for n in (40, 200, 90, 256, *filter(None, tokens)) * 5:
+                file.write(json.dumps({"prefill": {"tokens": n, "seconds": 0.1 + 1e-3 * n}}) + "\n")
+        found = load_recorded([path], LATENCY)
+        assert any(tokens) and found.mixed and found.prefills is not None
+        told = 0.1 / found.slowdown, 1e-3 / found.slowdown
+        assert (found.prefills.fixed_s, found.prefills.per_token_s) == pytest.approx(told, rel=0.05)
+        alone = tmp_path / "alone.jsonl"
+        self.record(alone, "priced", mixed=False)
+        assert not load_recorded([alone], LATENCY).mixed
 
     def test_broken_recordings_are_named(self, tmp_path):
         for version, what in ((3, r"x.jsonl:2 is not a recorded iteration"), (2, "another version")):

@@ -91,9 +91,9 @@ def test_rivals_are_the_others_as_they_are_or_with_our_gate() -> None:
 
 
 def test_only_the_default_policy_has_the_gate_by_itself() -> None:
-    assert system(default_policy()).prefill == "slack"
+    assert system(default_policy()).prefill == "mixed"
     for name in ("turbospec", "adaserve", "urgency-2", "chain-4"):
-        assert system(name).prefill == "exclusive" and system(f"{name}+gate").prefill == "slack"
+        assert system(name).prefill == "exclusive" and system(f"{name}+gate").prefill == "mixed"
         assert system(f"{name}+gate").policy == name == system(name).policy
     assert system("sglang").policy is None and system("sglang-priority").priority
     assert family("chain+gate") == "chain" and family("chain-4") is None is family("turbospec")

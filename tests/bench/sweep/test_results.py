@@ -524,7 +524,7 @@ def report(iterations: int, buckets: list[tuple[int, float]]) -> dict[str, objec
     return {
         "times": {"decode_s": 0.7 * iterations, "prefill_s": 0.5 * iterations, "iterations": iterations,
                   "loop_s": 0.8 * (iterations - 4), "loops": iterations - 4, "prefills": 0.0,
-                  "target_s": 0.4 * iterations, "draft_s": 0.05 * iterations},
+                  "mixed": 0.2 * iterations, "target_s": 0.4 * iterations, "draft_s": 0.05 * iterations},
         "stats": {"older": older, "buckets": kept},
     }  # fmt: skip
 
@@ -544,7 +544,7 @@ def test_the_servers_counters_are_taken_between_two_reports(after: list[tuple[in
     seconds = found["seconds"]
     assert seconds["draft"] == pytest.approx(1.5) and seconds["verify"] == pytest.approx(12.0)
     assert seconds["select"] == pytest.approx(0.3) and seconds["other"] == pytest.approx(30 * 0.24)
-    assert seconds["prefill"] == pytest.approx(15.0)
+    assert seconds["prefill"] == pytest.approx(15.0) and found["mixed"] == 6
     assert found["loop_s"] == pytest.approx(0.8)
     assert server_figures(None, before) is None
 

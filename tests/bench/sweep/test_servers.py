@@ -77,7 +77,7 @@ def test_a_server_is_set_and_warmed_once_for_each_system(world: World, tmp_path:
         for name in ("turbospec", "turbospec", "turbospec+gate", "turbospec"):
             up.serve(system(name), ASKS)
         (process,) = world.up
-        assert process.told == ["turbospec", "exclusive", "turbospec", "slack", "turbospec", "exclusive"]
+        assert process.told == ["turbospec", "exclusive", "turbospec", "mixed", "turbospec", "exclusive"]
         assert world.sent == [(process.url, ASKS)] * 2, "one warm-up each"
     assert not world.up
 
@@ -89,7 +89,7 @@ def test_the_pace_is_that_of_plain_decoding_and_changes_no_setting(world: World,
         world.sent.clear()
         assert up.pace_ms(wanted, ["text"]) == 10.0
         assert {setting for setting, _ in world.sent} == {"none/exclusive"}
-        assert world.started[0].told[-2:] == ["priced", "slack"]
+        assert world.started[0].told[-2:] == ["priced", "mixed"]
 
 
 def test_stock_sglang_has_servers_of_its_own_and_gets_no_slos(world: World, tmp_path: Path) -> None:

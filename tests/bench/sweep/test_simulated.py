@@ -23,6 +23,8 @@ from adaserve.bench.sweep.simulated import (
     to_json,
 )
 from adaserve.bench.sweep.store import Store
+from adaserve.bench.sweep.systems import system
+from adaserve.scheduler.admission.situation import PrefillConfig
 from adaserve.scheduler.costs.latency import LatencyModel, TabulatedCost
 from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
 from adaserve.scheduler.simulator.workload import TextModel
@@ -102,6 +104,38 @@ def test_prefills_take_what_servers_counted(tmp_path: Path) -> None:
     assert cost.alone(np.array([8.0, 128.0])).tolist() == pytest.approx([0.013, 0.133])
     assert float(cost.alone(np.array([1.0]))[0]) == pytest.approx(PROFILE.verify_s(1.0) + 0.0003)
     assert prefills_as_served(PROFILE, Results(served(tmp_path / "none", iterations=100))) is None
+
+
+def test_forwards_with_prompts_in_them_tell_no_time_if_others_do(tmp_path: Path) -> None:
+    """Every second block took three times as long: its verifications read prompts, too."""
+    store = served(
+        tmp_path, running=4.0, tree_nodes=0.0, iterations=100, prefills=10, mixed=lambda k: 10 * (k % 2),
+        loop_s=lambda k: 0.015 + 0.02 * (k % 2),
+        seconds=lambda k: {
+            "draft": 0.0, "verify": 100 * PROFILE.verify_s(4.0) * (3.0 if k % 2 else 1.0),
+            "prefill": 1e-9 if k % 2 else 0.5,
+        },
+    )  # fmt: skip
+    results = Results(store)
+    assert as_served(PROFILE, results).verify_s(4.0) == pytest.approx(PROFILE.verify_s(4.0), rel=0.01)
+    cost = prefills_as_served(PROFILE, results)
+    assert cost is not None and 10 * float(cost.alone(np.array([48.0]))[0]) == pytest.approx(0.5, rel=0.1)
+    every = list(store.finished().values())
+    for line in every:
+        store.add({**line, "server": {**line["server"], "mixed": 10}})
+    assert as_served(PROFILE, Results(store)).verify_s(4.0) > 1.5 * PROFILE.verify_s(4.0), (
+        "nothing else is known"
+    )
+
+
+def test_prompts_share_forwards_in_a_replay_if_they_did(tmp_path: Path) -> None:
+    """By what the server of the block counted: those of sweeps before there was that had none."""
+    simulator = Simulator(Results(served(tmp_path)))
+    priced, chain = system("priced"), system("chain-2")
+    for server, mixed in (({"mixed": 7}, True), ({"mixed": 0}, False), ({}, False), (None, False)):
+        replica = simulator._replica(priced, server)
+        assert replica.mixed == mixed and replica.prefill.pacing == "slack" and replica.prefill.gate
+    assert simulator._replica(chain, {"mixed": 0}).prefill == PrefillConfig(256)
 
 
 def test_drafts_take_what_they_took_under_load(tmp_path: Path) -> None:
