@@ -6,7 +6,7 @@ One JSON object per line (gzip when the name ends in .gz)::
      "selection": {"keep": "0110...", "slo_counts": [...]}, "outcome": {...}}
 
 Arrays are lists; infinities are the strings "inf" and "-inf". In between are ``{"forget": rid}`` for requests
-that ended, and ``{"prefill": {"tokens": ..., "seconds": ...}}`` for forwards that read prompts.
+that ended, and ``{"prefill": {"tokens": ..., "seconds": ...}}`` for forwards of prompts alone.
 
 A learning policy is replayed faithfully only from the first iteration on, with all outcomes and in the order
 of events: ``observed`` tells how many outcomes had arrived when an iteration was planned, and
@@ -67,7 +67,7 @@ class RecordedIteration:
 
 @dataclass(frozen=True, slots=True)
 class RecordedPrefill:
-    """A forward that read prompts, by the target and the draft."""
+    """A forward of prompts alone, by the target and the draft."""
 
     tokens: int  # without those that were cached
     seconds: float

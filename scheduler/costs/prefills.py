@@ -10,7 +10,6 @@ from adaserve.scheduler.costs.kv_read import FadingFit
 from adaserve.scheduler.costs.latency import ForwardCost
 from adaserve.scheduler.interface import FloatArray, IntArray
 
-
 LEAST_S = 1e-9
 """Seconds of a token, at least."""
 
@@ -62,7 +61,7 @@ class LearnedPrefills:
 
 
 def each_token_s(one_s: float, far_s: float) -> float:
-    """Seconds that each token adds to a forward, by those of forwards of one token and of ``FAR``; above 0."""
+    """Seconds that each token adds to a forward, by those of forwards of one token and of ``FAR``."""
     return max((far_s - one_s) / (LearnedPrefills.FAR - 1.0), LEAST_S)
 
 

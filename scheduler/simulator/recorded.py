@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -79,34 +78,21 @@ def load_recorded(paths: Sequence[Path], latency: Latency) -> Recorded:
     The slowdown, of replicas that share a host or beside other programs, is the median of cycles without
     prefills. Raises ValueError where there are none, or where no candidate was verified."""
     candidates, ratios, prefills = _Candidates(), list[float](), list[RecordedPrefill]()
-    shared = Counter[int]()  # verifications by their prompt tokens
+    mixed = False
     for event in chain.from_iterable(map(read_events, paths)):
         if isinstance(event, RecordedPrefill):
             prefills.append(event)
         elif isinstance(event, RecordedIteration):
             candidates.add(event)
-            shared[event.outcome.prefill_tokens] += 1
+            mixed |= event.outcome.prefill_tokens > 0
             if not event.outcome.prefilled:
                 ratios.append(event.outcome.cycle_s / _said_s(event, latency))
     where = ", ".join(map(str, paths))
     if not ratios:
         raise ValueError(f"no iteration without prefills in {where}: record while requests are served")
     slowdown = float(np.median(ratios))
-    del shared[0]
-    cost = prefill_cost(_alone(prefills, shared), latency, slowdown)
-    return Recorded(candidates.children(where), slowdown, cost, bool(shared))
-
-
-def _alone(prefills: Sequence[RecordedPrefill], shared: Counter[int]) -> list[RecordedPrefill]:
-    """Without those whose tokens were read in a verification: the shortest ones of so many tokens, as little
-    was left to do."""
-    left = Counter(shared)
-    rest = set[int]()
-    for i in sorted(range(len(prefills)), key=lambda i: prefills[i].seconds):
-        if left[prefills[i].tokens] > 0:
-            left[prefills[i].tokens] -= 1
-            rest.add(i)
-    return [prefill for i, prefill in enumerate(prefills) if i not in rest]
+    cost = prefill_cost(prefills, latency, slowdown)
+    return Recorded(candidates.children(where), slowdown, cost, mixed)
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 ``turbospec`` is that policy with SGLang's own prefills, as its authors have it; ``turbospec+gate`` is the
 same with our paced prefills and admission gate, so that only drafting and selection differ from ours.
+A mode of prefills in its place (``+mixed``, ``+slack``, ``+exclusive``) compares these for one policy.
 ``chain``, without a length, is a family: its length is chosen on a seed that is not reported.
 """
 
@@ -9,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adaserve.config import AdaServeConfig
+from adaserve.config import PREFILLS, AdaServeConfig, ConfigError
 from adaserve.scheduler.policies import chain_length, is_slo_aware, policy_names
 
 PLAIN = "none"
 STOCK, STOCK_PRIORITY = "sglang", "sglang-priority"
 """SGLang without speculation: as it is, and with its scheduling by priority."""
 GATE = "+gate"
+_MODES = {GATE: "mixed", "": "exclusive", **{f"+{mode}": mode for mode in PREFILLS}}
+"""How prompts are read, by how the name of a system ends."""
 FAMILIES = ("chain", "adaptive-verify", "urgency")
 """Policies with a length to choose."""
 PUBLISHED = ("adaserve", "adaserve-v1")
@@ -48,27 +51,34 @@ def system(name: str) -> System:
     By itself only the default policy paces prefills: the gate is part of it and of no other."""
     if name in (STOCK, STOCK_PRIORITY):
         return System(name, None, None, name == STOCK_PRIORITY)
-    policy = name.removesuffix(GATE)
+    policy = bare(name)
     AdaServeConfig(policy=policy, max_depth=length_of(name) or 1)  # servers are made as deep as that
-    ours = policy == default_policy() or name != policy
-    return System(name, policy, "mixed" if ours else "exclusive")
+    end = name.removeprefix(policy)
+    if end not in _MODES:
+        raise ConfigError(f"{name!r} ends in none of {', '.join(filter(None, _MODES))}")
+    return System(name, policy, _MODES[GATE if name == default_policy() else end])
+
+
+def bare(name: str) -> str:
+    """``chain-4`` for ``chain-4+gate``."""
+    return name.partition("+")[0]
 
 
 def family(name: str) -> str | None:
     """The family whose length is to be chosen, for ``chain`` and ``chain+gate``; None for all others."""
-    bare = name.removesuffix(GATE)
-    return bare if bare in FAMILIES else None
+    policy = bare(name)
+    return policy if policy in FAMILIES else None
 
 
 def length_of(name: str) -> int | None:
     """4 for ``chain-4`` and ``chain-4+gate``; None for systems without a length."""
-    return chain_length(name.removesuffix(GATE))
+    return chain_length(bare(name))
 
 
 def with_length(name: str, length: int) -> str:
     """``chain+gate``, 4 -> ``chain-4+gate``."""
-    bare = name.removesuffix(GATE)
-    return f"{bare}-{length}{name[len(bare) :]}"
+    policy = bare(name)
+    return f"{policy}-{length}{name[len(policy) :]}"
 
 
 def default_policy() -> str:
@@ -78,7 +88,7 @@ def default_policy() -> str:
 
 def slo_aware(name: str) -> bool:
     """Whether the system looks at SLOs, so that figures can tell it from the others."""
-    return is_slo_aware(name.removesuffix(GATE)) or family(name) == "urgency"
+    return is_slo_aware(bare(name)) or family(name) == "urgency"
 
 
 def is_baseline(policy: str) -> bool:
@@ -92,5 +102,5 @@ def is_rival(name: str, gated: bool) -> bool:
     """Whether the default policy is judged against it: as it is, or with the same gate and prefills.
 
     The published rules of AdaServe are compared in a table of their own."""
-    bare = name.removesuffix(GATE)
-    return (name != bare) == gated and bare not in (default_policy(), *PUBLISHED)
+    policy = bare(name)
+    return (name != policy) == gated and policy not in (default_policy(), *PUBLISHED)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from adaserve.bench.sweep.plan import TUNING_SEED, Case, Point, SweepError
-from adaserve.bench.sweep.systems import GATE, family, with_length
+from adaserve.bench.sweep.systems import bare, family, with_length
 
 Lines = Mapping[str, Mapping[str, Any]]
 """Lines of ``cases.jsonl``, by id."""
@@ -47,7 +47,7 @@ def chosen_text(lines: Lines) -> str:
     picks: dict[str, dict[float, str]] = {}
     for line in lines.values():
         if family(line["policy"]) is not None:
-            length = line["setting"].removesuffix(GATE).rpartition("-")[2]
+            length = bare(line["setting"]).rpartition("-")[2]
             picks.setdefault(line["policy"], {})[Point.parse(line["point"]).load] = length
     each = (
         f"{name}: {', '.join(f'{length} at load {load:g}' for load, length in sorted(found.items()))}"

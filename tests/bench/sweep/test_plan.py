@@ -19,9 +19,19 @@ from adaserve.bench.sweep.plan import (
     SweepPlan,
 )
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, merged
-from adaserve.bench.sweep.systems import AS_IT_IS, GATED, STOCK, default_policy, family, is_rival, system
+from adaserve.bench.sweep.systems import (
+    AS_IT_IS,
+    GATED,
+    STOCK,
+    default_policy,
+    family,
+    is_rival,
+    system,
+    with_length,
+)
 from adaserve.bench.sweep.tuning import setting_of
 from adaserve.cli import app
+from adaserve.config import PREFILLS, ConfigError
 from adaserve.server import ServerSpec
 
 
@@ -95,6 +105,13 @@ def test_only_the_default_policy_has_the_gate_by_itself() -> None:
     for name in ("turbospec", "adaserve", "urgency-2", "chain-4"):
         assert system(name).prefill == "exclusive" and system(f"{name}+gate").prefill == "mixed"
         assert system(f"{name}+gate").policy == name == system(name).policy
+    modes = [system(f"{name}+{mode}") for name in (default_policy(), "chain-4") for mode in PREFILLS]
+    assert [s.prefill for s in modes] == [*PREFILLS, *PREFILLS]
+    assert {s.policy for s in modes} == {default_policy(), "chain-4"}
+    with pytest.raises(ConfigError, match="'priced\\+fast' ends in none of \\+gate, \\+mixed, \\+slack"):
+        system("priced+fast")
+    assert family("chain+slack") == "chain" and with_length("chain+slack", 2) == "chain-2+slack"
+    assert not is_rival(f"{default_policy()}+slack", gated=True), "one of ours"
     assert system("sglang").policy is None and system("sglang-priority").priority
     assert family("chain+gate") == "chain" and family("chain-4") is None is family("turbospec")
 
