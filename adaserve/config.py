@@ -169,37 +169,38 @@ class AdaServeConfig(Checked):
     )
     prefill: Literal["mixed", "slack", "exclusive"] | None = Field(
         default=None,
-        description="mixed (default of policies that look at SLOs): prefill chunks share forwards with "
-        "verification, where that is possible, and are as large as the running requests' SLOs allow; slack: "
-        "such chunks have forwards of their own; exclusive (default of the others): all prefills first",
+        description="mixed (default of policies that look at SLOs on a CPU): prefill chunks share forwards "
+        "with verification, where that is possible, and are as large as the running requests' SLOs allow; "
+        "slack (their default on a GPU): such chunks have forwards of their own; exclusive (default of the "
+        "other policies): all prefills first",
     )
     prefill_interval: int = Field(
         default=8,
         ge=1,
         le=1000,
-        description="slack: decode iterations between two chunks of a waiting prompt, at most",
+        description="mixed, slack: decode iterations between two chunks of a waiting prompt, at most",
     )
     prefill_patience_ms: float = Field(
         default=3000.0,
         gt=0,
         lt=1e9,
-        description="slack: TTFT SLO by which prompts without one are queued",
+        description="mixed, slack: TTFT SLO by which prompts without one are queued",
     )
     prefill_headroom: float = Field(
         default=1.1,
         ge=0,
         lt=100,
-        description="slack: a prompt waits as long as one more request would leave the tightest running TPOT "
-        "SLO with less headroom than this factor; a prompt with a TTFT SLO waits only until that is nearly "
-        "due (0 = never wait)",
+        description="mixed, slack: a prompt waits as long as one more request would leave the tightest "
+        "running TPOT SLO with less headroom than this factor; a prompt with a TTFT SLO waits only until "
+        "that is nearly due (0 = never wait)",
     )
     prefill_lost_interval_ms: float = Field(
         default=4000.0,
         ge=0,
         lt=1e9,
-        description="slack: a prompt whose TTFT SLO is nearly due is given up if it would make running "
-        "requests miss their SLOs; it starts when there is room, and one such prompt starts this often in "
-        "any case (0 = none is given up)",
+        description="mixed, slack: a prompt whose TTFT SLO is nearly due is given up if it would make "
+        "running requests miss their SLOs; it starts when there is room, and one such prompt starts this "
+        "often in any case (0 = none is given up)",
     )
 
     shed: bool = Field(
@@ -402,7 +403,7 @@ class AdaServeConfig(Checked):
         )
 
     def for_prefills(self, **host: Any) -> PrefillConfig:
-        """The settings of the rule that paces prefills by slack."""
+        """The settings of the rule that paces prefills, in forwards of their own and in shared ones."""
         from adaserve.scheduler.admission.situation import PrefillConfig
 
         return PrefillConfig(

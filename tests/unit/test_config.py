@@ -42,7 +42,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"draft_window": True}, "draft_window is True: it should be auto, 0"),
         ({"draft_sinks": -1}, "draft_sinks.*greater than or equal to 0"),
         ({"budget": 0}, "budget.*greater than or equal to 1"),
-        ({"prefill": "mixed"}, "prefill is 'mixed': it should be 'slack' or 'exclusive'"),
+        ({"prefill": "fast"}, "prefill is 'fast': it should be 'mixed', 'slack' or 'exclusive'"),
         ({"prefill_interval": 0}, "prefill_interval.*greater than or equal to 1"),
         ({"prefill_patience_ms": 0.0}, "prefill_patience_ms.*greater than 0"),
         ({"prefill_headroom": -0.1}, "prefill_headroom.*greater than or equal to 0"),
