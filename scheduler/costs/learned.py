@@ -229,11 +229,14 @@ class LearnedCosts(Latency):
     # -- learning -----------------------------------------------------------------------------
 
     def observe(self, outcome: IterationOutcome, context: Context) -> None:
-        """An iteration that was served with ``context`` in the KV cache. Its draft may have read less."""
+        """An iteration that was served with ``context`` in the KV cache. Its draft may have read less.
+
+        A forward that read prompts as well teaches nothing about verification: prompts need no logits, and
+        their tokens share what they see, so a token of theirs takes another time."""
         if not self._learn:
             return
-        tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
-        self.verify.observe(tokens, context, outcome.verify_s)
+        if not outcome.prefill_tokens:
+            self.verify.observe(outcome.selection.verify_tokens, context, outcome.verify_s)
         if outcome.trees.draft_steps and outcome.plan.draft.branching is None:  # else steps differ in rows
             self._observe_draft(outcome)
         waited_s = 0.0

@@ -340,6 +340,20 @@ class TestCosts:
         around_s = costs.baseline_s() - START.verify_s(1.0, Context(256.0))
         assert around_s == pytest.approx(1e-3, rel=0.05)
 
+    def test_prompts_in_a_verification_teach_nothing_about_its_size(self):
+        """Their tokens are cheaper. Taken for tokens that are verified, they would make large trees look
+        cheap."""
+        costs, right = LearnedCosts(START), LearnedCosts(START)
+        for _ in range(100):
+            alone = served(3, 2, 1)
+            shared = replace(alone, prefill_tokens=20, verify_s=1.05 * alone.verify_s, prefilled=True)
+            for one in (alone, shared):
+                costs.observe(one, Context(512.0))
+            right.observe(alone, Context(512.0))
+        sizes = np.arange(1.0, 64.0)
+        assert costs.verify_s(sizes).tolist() == right.verify_s(sizes).tolist()
+        assert costs.slowdown == right.slowdown
+
     def test_prefills_are_no_part_of_the_baseline(self):
         """Prompts that come without end put a chunk of 40 ms before every iteration."""
         costs = LearnedCosts(START)
