@@ -82,9 +82,7 @@ class PrefillPacer:
         self._costs, self._ledger, self._states = costs, ledger, states
         one_s, far_s = costs.first_prefills_s(np.array([1.0, LearnedPrefills.FAR]))
         self._prefills = LearnedPrefills(float(one_s), float(far_s))
-        # What they add to verifications: something, however busy the host was when that was measured.
-        token_s = max(float(far_s - one_s), float(one_s)) / LearnedPrefills.FAR
-        self._beside = LearnedPrefills(token_s, token_s * LearnedPrefills.FAR)
+        self._beside = LearnedPrefills.beside(float(one_s), float(far_s))  # what they add to verifications
         self._most_beside = most_beside
         self._added_s = 0.0  # by the prompts in the last verification
         self._encoders = LearnedPrefills(float(one_s), float(far_s))  # of images: nothing better is known
