@@ -241,12 +241,12 @@ class AdaServeWorker(BaseSpecWorker):
         self._start_requests(batch, result.next_token_ids.tolist())
         tokens, seconds = int(batch.extend_num_tokens), time.perf_counter() - max(start_s, self.loop.free_s())
         self.loop.times.prefilled(seconds)
-        self.ledger.prefilled(batch.reqs, seconds)
         if was_read:
-            self.prefill.observe_beside(tokens, seconds)
+            seconds = self.prefill.observe_beside(tokens, seconds)
         else:
             self.loop.decisions.prefilled(tokens, seconds)
             self.prefill.observe_prefill(tokens, seconds, encoded)
+        self.ledger.prefilled(batch.reqs, seconds)
         return result
 
     def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:

@@ -96,7 +96,7 @@ class SLOLedger:
             self._gated[slo_class] = [count + 1, max(longest_s, waited_s)]
 
     def prefilled(self, reqs: Iterable[Any], duration_s: float) -> None:
-        """Notes a prefill of these requests (or chunks of them), during which all others stood still."""
+        """Notes a prefill of these requests (or chunks of them), for which all others waited so long."""
         self._prefills_s += duration_s
         for req in reqs:
             company = self._company.get(req)

@@ -68,7 +68,7 @@ def prefilling(order: list[str], told: list[Any]) -> Any:
         ledger=SimpleNamespace(prefilled=lambda reqs, seconds: told.append(seconds)),
         prefill=SimpleNamespace(
             observe_prefill=lambda tokens, seconds, _: told.append(seconds),
-            observe_beside=lambda tokens, seconds: told.append("beside"),
+            observe_beside=lambda tokens, seconds: told.append("beside") or 7.0,
         ),
         _start_requests=lambda batch, tokens: None,
         _read=None,
@@ -106,7 +106,7 @@ def test_what_was_read_of_prompts_is_for_them_alone() -> None:
     AdaServeWorker.read_beside(worker, mine)
     AdaServeWorker._prefill(worker, mine, None)
     assert order == ["shift", "read", "forward", "forget", "settle"]
-    assert told[1:] == ["beside"], "it counts as a prefill of its own"
+    assert told == ["beside", 7.0], "it counts as a prefill of its own"
     for again in (prompts(**two), mine):
         order.clear()
         AdaServeWorker.read_beside(worker, mine)

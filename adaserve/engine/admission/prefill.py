@@ -120,10 +120,13 @@ class PrefillPacer:
         else:
             self._prefills.observe(tokens, quiet_s)
 
-    def observe_beside(self, tokens: int, seconds: float) -> None:
-        """What was left to do, in the draft above all, for prompts that were in the last verification."""
+    def observe_beside(self, tokens: int, seconds: float) -> float:
+        """What was left to do, in the draft above all, for prompts that were in the last verification.
+        Returns the seconds of both, for which requests that decode have waited."""
+        both_s = self._added_s + seconds
         self._recent.prefilled(seconds)
-        self._beside.observe(tokens, (self._added_s + seconds) / self._costs.slowdown)
+        self._beside.observe(tokens, both_s / self._costs.slowdown)
+        return both_s
 
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
