@@ -25,6 +25,7 @@ from adaserve.scheduler.costs.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.costs.learned import LearnedCosts
 from adaserve.scheduler.interface import (
     CandidateTrees,
+    Context,
     DraftPlan,
     IterationOutcome,
     IterationPlan,
@@ -74,6 +75,7 @@ def pacer(
     ttft: dict[str, float] | None = None,
     share: float = 1.0,
     rank_sync: RankSync = ALONE,
+    most_beside: int = 0,
 ) -> PrefillPacer:
     """One request in slot 0 that decoded 50 tokens in 1.2 seconds, and is due ``slo_s`` per token."""
     state = RequestState("r0", "coding", slo_s, NOW - 1.2, 50, generated=[1] * 51)
@@ -87,7 +89,7 @@ def pacer(
     )
     ledger.gate = lambda held: ledger.held.append(list(held))
     costs = LearnedCosts(LATENCY)
-    return PrefillPacer(config or AdaServeConfig(), costs, ledger, {0: state}, rank_sync, share)
+    return PrefillPacer(config or AdaServeConfig(), costs, ledger, {0: state}, rank_sync, share, most_beside)
 
 
 def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaserve", **over: Any) -> Any:
@@ -568,14 +570,15 @@ def iterations_held(share: float, holder: str, waiter: str, n: int = 200) -> lis
     return held
 
 
-def decoded(end_s: float) -> IterationOutcome:
-    """40 ms of plain decoding by r0 and r1."""
+def decoded(end_s: float, verify_s: float = 0.04, beside: int = 0) -> IterationOutcome:
+    """40 ms of plain decoding by r0 and r1. ``beside``: prompt tokens in its forward."""
     zeros, one = np.zeros(2), np.ones(2, np.int64)
     running = RunningBatch(("r0", "r1"), ("c", "c"), zeros, zeros, one, one, one, one, zeros)
     selection = Selection(np.zeros(0, np.bool_), 0 * one, 0 * one, np.ones(2))
     return IterationOutcome(
         IterationPlan(0, 0.0, running, DraftPlan(0), 2), CandidateTrees.empty(2), selection,
-        np.zeros(0, np.bool_), one, end_s, draft_s=0.0, select_s=0.0, verify_s=0.04, total_s=0.04,
+        np.zeros(0, np.bool_), one, end_s, draft_s=0.0, select_s=0.0, verify_s=verify_s, total_s=0.04,
+        prefill_tokens=beside,
     )  # fmt: skip
 
 
@@ -605,3 +608,40 @@ def test_what_prefills_really_cost_is_learned() -> None:
     slow._recent.spent_s, slow._recent.decodes = 0.0, slow._rule.most_decodes
     after = step(scheduler(slow, [Request("w")]))
     assert before is not None and after is not None and after < before
+
+
+# -- in forwards with verification ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "slo_aware", "others"), [(None, 64, 0), ("mixed", 64, 64), ("slack", 0, 0), ("exclusive", 0, 0)]
+)
+def test_prompts_share_forwards_where_the_mode_says_so(mode: Any, slo_aware: int, others: int) -> None:
+    paced = pacer(0.030, AdaServeConfig(prefill=mode), most_beside=64)
+    assert [paced.most_beside(policy) for policy in ("priced", "none")] == [slo_aware, others]
+    paced.set_mode("exclusive")
+    assert paced.most_beside("priced") == 0
+
+
+def test_a_chunk_beside_a_verification_has_no_forward_to_pay_for() -> None:
+    """So one runs that would not be worth it, but none that such a forward has no room for."""
+    assert step(scheduler(pacer(0.021), [Request("w")])) is None
+    beside = step(scheduler(pacer(0.021, most_beside=512), [Request("w")]))
+    assert beside is not None and 16 <= beside < 100
+    assert step(scheduler(pacer(1.0, most_beside=100), [Request("w")])) == 100
+    nobody = scheduler(pacer(1.0, most_beside=100), [Request("w", prompt=900)])
+    assert step(nobody, NOBODY) == 256, "nobody decodes whose forward could be shared"
+
+
+def test_what_prompts_add_to_verifications_is_learned() -> None:
+    """What the verification took beyond what it takes without them, and what SGLang did for them then."""
+    paced = pacer(0.022, most_beside=256)
+    for tokens in (16, 64, 128) * 8:
+        alone_s = paced._costs.verify_s(2.0, Context(2.0, 2))
+        paced.observe(decoded(NOW, alone_s + 0.003 * tokens, beside=tokens))
+        paced.observe_beside(tokens, 0.002 * tokens)
+    assert paced._beside.cost.per_token_s == pytest.approx(0.005, rel=0.02)
+    load = Load(RUNNING.reqs, None, [Request("w")], slots=64, most_tokens=256, paced=True, most_beside=100)
+    for others, token_s in ((load, 0.005), (replace(load, running=[]), 0.001)):
+        cost = paced.view(others, NOW).situation.interference
+        assert np.diff(cost.seconds) / np.diff(cost.sizes) == pytest.approx(token_s, rel=0.02)
