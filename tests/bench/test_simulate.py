@@ -329,13 +329,17 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
 def test_capacity_goes_by_the_times_of_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how much slower the host was: nothing else explains why it finds more replicas than 'run',
     which takes no times of the recording."""
-    found = Recorded(RecordedChildren(np.array([0.5]), 0.5, np.ones(N_BINS)), 2.5, ForwardCost(2.0))
+    found = Recorded(RecordedChildren(np.array([0.5]), 0.5, np.ones(N_BINS)), 2.5, ForwardCost(2.0), True)
     monkeypatch.setattr(fleet, "load_recorded", lambda paths, latency: found)
     words = "capacity --trace synthetic:30:3 --policy none --most 1"
     said = output_of(f"{words} --recorded any.jsonl --gpu h100")
     assert "iterations take 2.50 times what llama-3.1-70b on 4 h100 would take" in said
     assert float(re.findall("TTFT ([0-9.]+) s", said)[0]) > 2.0 * 2.5
     assert "iterations take" not in output_of(words)
+    latency = hardware_latency("llama-3.1-70b", "a100", 4)
+    policies = "priced", "none"
+    mixed = [SimulatedFleet.of(p, latency, None, 0, [Path()]).config.replica.mixed for p in policies]
+    assert mixed == [True, False], "prompts shared forwards on the server, whose policy looked at SLOs"
 
 
 @pytest.mark.parametrize("stated", [{"slo_ttft_ms": 500.0}, {"slo_x_baseline": 2.0}, {"slo_tpot_ms": 50.0}])
