@@ -478,6 +478,14 @@ def test_learned_prefills_know_the_fixed_part_without_forwards_of_one_token():
     assert seconds[[0, -1]] == pytest.approx(2 * np.array([0.054, 0.087]), rel=0.1)
 
 
+def test_what_prompts_add_is_learned_where_they_have_a_forward_of_the_draft():
+    """It has a fixed part, which the guess for the target alone says nothing of."""
+    learned, rng = LearnedPrefills.beside(0.0105, 0.016), np.random.default_rng(0)
+    for tokens in rng.integers(16, 513, 40).tolist():
+        learned.observe(tokens, (0.003 + 12e-6 * tokens) * rng.lognormal(0.0, 0.05))
+    assert [learned.seconds(n) for n in (32, 256)] == pytest.approx([0.0034, 0.0061], rel=0.1)
+
+
 def test_gate_admits_as_many_as_there_is_room_for():
     queue = waiting((40, 40, 40))
     assert gated([1.5, 1.3, 1.1], queue) == [0, 1]
