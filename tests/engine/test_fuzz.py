@@ -10,6 +10,7 @@ import pytest
 from tests.engine.fuzzing import Answer, Request, Schema, drawn, send
 from tests.engine.harness import Server
 from tests.engine.test_boundary import probe
+from tests.engine.test_prefill import met
 
 AT_ONCE = 32
 CHUNK = 1000
@@ -47,6 +48,7 @@ def test_drawn_requests_end_nothing(attacked: Server, schema: Schema) -> None:
     seen = attack(attacked, drawn(schema, 400, number=0))
     assert seen[400] > 100, "hardly anything was refused: the fuzzer does not reach the checks"
     assert seen[200] > 20, "hardly anything was served: the fuzzer does not get past the first checks"
+    assert met(attacked) > 5, "hardly any prompt was in the forward of a verification"
 
 
 @pytest.mark.slow
