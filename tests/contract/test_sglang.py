@@ -747,3 +747,18 @@ def test_results_are_copied_behind_what_a_stream_has_recorded() -> None:
     assert source.count("self.copy_stream.wait_stream(self.forward_stream)") == 1
     assert source.count("self.forward_stream") == 1
     assert "self.wait_event(stream.record_event())" in inspect.getsource(torch.cuda.Stream.wait_stream)
+
+
+def test_who_reads_results_that_wait_is_known() -> None:
+    """patches/scheduler/mixed_forwards.py adds a second result to one of them, and to nobody else's view."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    hooked = {"_reqs_finishing_inflight", "_advance_pending_grammar"}
+    counted = {"is_disable_overlap_for_batch", "is_fully_idle"}  # whether there is any
+    processed = {"event_loop_overlap", "pause_generation"}
+    by_request = {"_collect_inflight_batches"}  # which are in the running batch, too
+    functions = inspect.getmembers(Scheduler, inspect.isfunction)
+    sources = {name: inspect.getsource(inspect.unwrap(function)) for name, function in functions}
+    readers = {name for name, source in sources.items() if "self.result_queue" in source}
+    others = {name for name in readers if name.startswith("init_") or "disagg" in name}
+    assert readers - others == hooked | counted | processed | by_request
