@@ -21,6 +21,8 @@ from adaserve.config import PREFILLS
 from tests.engine.harness import Server
 from tests.engine.pairs import VOCAB
 
+APART_S = 0.01
+"""Between two requests that are sent, so that some are read while others decode."""
 JSON_TYPE = {"content-type": "application/json"}
 MODEL = "m"
 MESSAGES = [{"role": "user", "content": "hello fox"}]
@@ -338,16 +340,18 @@ class Answer:
 
 
 def send(server: Server, batch: Sequence[Request], timeout_s: float = 60.0) -> list[Answer]:
-    """All at once; streams are read to their end."""
+    """One soon after the other; streams are read to their end."""
     return asyncio.run(_send(server, batch, timeout_s))
 
 
 async def _send(server: Server, batch: Sequence[Request], timeout_s: float) -> list[Answer]:
     async with httpx.AsyncClient(base_url=server.url, timeout=timeout_s) as client:
-        return list(await asyncio.gather(*(_send_one(client, request) for request in batch)))
+        sent = (_send_one(client, request, i * APART_S) for i, request in enumerate(batch))
+        return list(await asyncio.gather(*sent))
 
 
-async def _send_one(client: httpx.AsyncClient, request: Request) -> Answer:
+async def _send_one(client: httpx.AsyncClient, request: Request, after_s: float) -> Answer:
+    await asyncio.sleep(after_s)
     content = request.content
     if content is None and request.body is not None:
         content = json.dumps(request.body).encode()
