@@ -10,7 +10,7 @@ from adaserve.scheduler.costs.kv_read import FadingFit
 from adaserve.scheduler.costs.latency import ForwardCost
 from adaserve.scheduler.interface import FloatArray, IntArray
 
-LEAST_S = 1e-9
+MIN_TOKEN_S = 1e-9
 """Seconds of a token, at least."""
 
 
@@ -64,7 +64,7 @@ class LearnedPrefills:
 
 def each_token_s(one_s: float, far_s: float) -> float:
     """Seconds that each token adds to a forward, by those of forwards of one token and of ``FAR``."""
-    return max((far_s - one_s) / (LearnedPrefills.FAR - 1.0), LEAST_S)
+    return max((far_s - one_s) / (LearnedPrefills.FAR - 1.0), MIN_TOKEN_S)
 
 
 @lru_cache(maxsize=8)  # asked for before every iteration while prompts wait
