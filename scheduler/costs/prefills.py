@@ -26,7 +26,7 @@ class LearnedPrefills:
     KEPT = 0.995  # of the weight of older forwards, per forward: all of an overload are of one size
     PRIOR = 0.02  # of the weight of a forward, for the guess
     FAR = 1024.0  # tokens: the guess is what it says for one token and for so many
-    LEFT = 0.1  # of a forward of one token, as a guess: what prompts beside a verification have of their own
+    FIXED_BESIDE = 0.1  # of a forward of one token: the fixed part of what prompts add, as a guess
 
     def __init__(self, one_s: float, far_s: float) -> None:
         """First guesses: seconds of a forward of one token, and of ``FAR``."""
@@ -38,8 +38,8 @@ class LearnedPrefills:
     def beside(cls, one_s: float, far_s: float) -> LearnedPrefills:
         """Of what prompts add to a verification, by the same guesses: those with little of their fixed part.
         A guess of none would be so small that no forward could correct it, since relative errors count."""
-        token_s, left_s = each_token_s(one_s, far_s), cls.LEFT * one_s
-        return cls(left_s + token_s, left_s + token_s * cls.FAR)
+        token_s, fixed_s = each_token_s(one_s, far_s), cls.FIXED_BESIDE * one_s
+        return cls(fixed_s + token_s, fixed_s + token_s * cls.FAR)
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A forward that was served; nonsense (not finite, not positive) is ignored."""

@@ -284,8 +284,7 @@ def _foreseen(
     replicas recorded, and by the costs that the first one has learned."""
     costs = LatencyModel.from_json(reports[0]["latency_learned"] or reports[0]["latency"])
     baseline_ms = float(reports[0]["baseline_ms"])
-    mixed = reports[0]["device"]["device"] == "cpu"
-    simulated = SimulatedFleet.of(plan.policy, costs, baseline_ms, plan.seed, _recordings(plan), mixed=mixed)
+    simulated = SimulatedFleet.of(plan.policy, costs, baseline_ms, plan.seed, _recordings(plan))
     recorded = read_recorded([str(plan.out / "trace.jsonl")], plan.seed)
     trace, warm_up = load_rows(recorded, records, plan.warmup_s)
     seeded = [replace(simulated.config, seed=plan.seed + i) for i in range(SIMULATIONS)]

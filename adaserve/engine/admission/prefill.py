@@ -177,10 +177,9 @@ class PrefillPacer:
         aims = [*every[: len(started)], *picked.values()]
         places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)
         running, batch = self._decoding(load.running, now_s)
-        most = load.most_tokens
+        most, cost = load.most_tokens, self._prefills
         if running and load.most_beside:
-            most = min(most, load.most_beside)
-        cost = self._beside if running and load.most_beside else self._prefills
+            most, cost = min(most, load.most_beside), self._beside
         chunks = cost.chunks(most, self._costs.slowdown)
         interference = self._recent.interference(self._costs, batch, len(waiting) + 1, chunks, now_s)
         rule = replace(self._rule, chunk_tokens=most)

@@ -215,7 +215,7 @@ class GpuDevice:
         if (capture or device.type == "cpu") and not graphs.disable_prefill_cuda_graph:
             parts.read_prompts((target, *drafts), beside=most_beside > 0)
         if capture:
-            parts.capture(searches)
+            parts.capture()
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
 
@@ -227,11 +227,11 @@ class GpuDevice:
         if beside and reads_prompts(runners[0], self.target):
             self.target.mixed = self.mixed = MixedForward(self.target)
 
-    def capture(self, searches: Sequence[SearchKey]) -> None:
+    def capture(self) -> None:
         """All graphs, before the first request; those first that take the most memory and are missed the
-        most. ``searches``: of drafters that are no models of their own."""
+        most."""
         free, sizes = partial(least_free_bytes, get_tp_group()), self.target.sizes
-        of_drafts = list(sizes.drafts())
+        of_drafts, searches = list(sizes.drafts()), list(sizes.searches())
         capture_all("verification", list(sizes.verifications()), self.target.capture, self.target.table, free)
         for draft in self.drafts:
             capture_all("draft", of_drafts, draft.capture, draft.table, free)

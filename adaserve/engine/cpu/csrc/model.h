@@ -37,7 +37,7 @@ typedef struct {
 
 /* Mirrored by a ctypes structure in native.py. */
 typedef struct {
-    int32_t tokens, requests, masked, kv_type; /* masked: so many requests have a mask, and the others are causal */
+    int32_t tokens, requests, masked, kv_type; /* masked: so many have a mask, the others are causal */
     const int64_t *ids, *positions, *slots;
     const int32_t *qo_indptr, *kv_indptr, *kv_indices;
     const uint8_t *mask;
