@@ -184,13 +184,13 @@ class AdaServeConfig(Checked):
         default=3000.0,
         gt=0,
         lt=1e9,
-        description="mixed, slack: TTFT SLO by which prompts without one are queued",
+        description="mixed, slack: prompts that state no TTFT SLO are queued as if they had stated this one",
     )
     prefill_headroom: float = Field(
         default=1.1,
         ge=0,
         lt=100,
-        description="mixed, slack: a prompt waits as long as one more request would leave the tightest "
+        description="mixed, slack: a prompt waits while one more request would leave the tightest "
         "running TPOT SLO with less headroom than this factor; a prompt with a TTFT SLO waits only until "
         "that is nearly due (0 = never wait)",
     )

@@ -29,8 +29,8 @@ def bench_sweep(
         Any,
         _what(
             "Systems on the load axis: policies, sglang, sglang-priority. NAME+gate has our gate and "
-            "prefills, NAME+slack and NAME+exclusive those of that --adaserve-prefill; chain, "
-            "adaptive-verify and urgency without a length get their best one.",
+            "prefills, NAME+mixed, NAME+slack and NAME+exclusive those of that --adaserve-prefill; "
+            "chain, adaptive-verify and urgency without a length get their best one.",
             parser=words,
             show_default="nine as they are, four with the gate",
         ),
