@@ -186,8 +186,9 @@ class AdaServeWorker(BaseSpecWorker):
         target: str | None = None
         if draft.kind != "model":
             target = local_folder(self._server_args.model_path, self._server_args.revision)
-        weights = swap_of(draft.runner.model)
-        return Learner(self.config, tap, weights, source, draft.folder, self.ledger.stats, target)
+        weights, stats = swap_of(draft.runner.model), self.ledger.stats
+        vocabulary = int(self.target_worker.model_runner.model_config.vocab_size)
+        return Learner(self.config, tap, weights, source, draft.folder, stats, vocabulary, target)
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:

@@ -26,20 +26,36 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 """By their names in safetensors files: those of weights, and of what a head has beside them."""
+UNKNOWN = -1e4
+"""The logit of tokens that a draft does not know: finite, and never the best."""
+
+
+def spread(known: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+    """[n, k] logits of the tokens ``ids`` [k] -> [n, vocabulary]; of all others ``UNKNOWN``."""
+    return known.new_full((len(known), vocabulary), UNKNOWN).index_copy(1, ids, known)
 
 
 class DraftCopy:
     """Master weights in fp32 on a device; what is handed out is on the host, rounded to the checkpoint's own
     dtypes."""
 
-    def __init__(self, folder: str, device: str = "cpu") -> None:
-        """``folder``: as transformers takes it. Raises what transformers raises for it."""
+    def __init__(
+        self,
+        folder: str,
+        device: str = "cpu",
+        vocabulary: int | None = None,
+        known: NDArray[np.int64] | None = None,
+    ) -> None:
+        """``folder``: as transformers takes it. ``known``: ids of the tokens that the draft is served with,
+        if they are not all of the target's ``vocabulary``. Raises what transformers raises for it."""
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         self.model.eval()  # drafts are small: no dropout
         self.dtypes = {name: t.dtype for name, t in self._tensors().items()}
         self.model.to(device, torch.float32)
+        self._known = None if known is None else torch.from_numpy(known).to(device)
+        self._vocabulary = vocabulary
 
     def _tensors(self) -> dict[str, Tensor]:
         """By the checkpoint's names; what is tied stands there once."""
@@ -72,12 +88,14 @@ class DraftCopy:
             tensor.copy_(state[name])
 
     def logits(self, records: Sequence[Record]) -> list[Tensor]:
-        """fp32 [n, vocab] for every record: the draft's logits at the record's positions."""
+        """fp32 [n, vocab] for every record: the draft's logits at the record's positions, over the target's
+        vocabulary."""
         longest = max(r.start + len(r) for r in records)
         tokens = torch.zeros(len(records), longest, dtype=torch.int64)
         for row, record in enumerate(records):
             end = record.start + len(record)
             tokens[row, :end] = torch.from_numpy(record.tokens[:end].astype("int64"))
+        tokens.clamp_(max=self.model.get_input_embeddings().num_embeddings - 1)  # as served: its last one
 
         def of_records(_: nn.Module, hidden: tuple[Tensor]) -> Tensor:
             spans = [hidden[0][row, r.start : r.start + len(r)] for row, r in enumerate(records)]
@@ -87,8 +105,11 @@ class DraftCopy:
         # long, so only for the records' positions. Rows are padded behind their ends, which a causal model
         # does not see: no mask is needed.
         with self.model.get_output_embeddings().register_forward_pre_hook(of_records):
-            logits: Tensor = self.model(input_ids=tokens.to(self.model.device), use_cache=False).logits
-        return list(logits[0].split([len(r) for r in records]))
+            logits: Tensor = self.model(input_ids=tokens.to(self.model.device), use_cache=False).logits[0]
+        if self._known is not None:
+            assert self._vocabulary is not None
+            logits = spread(logits[:, self._known], self._known, self._vocabulary)
+        return list(logits.split([len(r) for r in records]))
 
     def unrolled(self, records: Sequence[Record]) -> list[list[Tensor]]:
         """``logits`` of every step that is trained: of one, since a model reads tokens and no guesses."""

@@ -9,6 +9,7 @@ head's own guesses (EAGLE-3, section 3.2, training-time test).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import cached_file
 
 from adaserve.pair.eagle import unrolled
+from adaserve.trainer.draft import spread
 from adaserve.trainer.records import Record
-from adaserve.trainer.sharpening_fit import UNKNOWN
 
 STEPS = 4
 """Levels that a head is trained to draft: more are rarely drafted, and every one costs as much again."""
@@ -120,6 +121,11 @@ def learnable(folder: str, target: str) -> tuple[LlamaConfig, dict[str, str]]:
     return config, names
 
 
+def file_bytes(folder: str) -> int:
+    """Size of a head's checkpoint, which ``HeadCopy.state`` has whole."""
+    return os.path.getsize(cached_file(folder, _FILE))
+
+
 class HeadCopy:
     """``DraftCopy`` of a head. ``target``: whose embedding it reads. Both as transformers takes them.
 
@@ -184,14 +190,14 @@ class HeadCopy:
         device = self._embed.device
         embedded = fn.embedding(tokens[:, 1:].to(device), self._embed).float()
         every = self.model.unroll(embedded, before[:, :-1].to(device), steps)
-        return [self._spread(states, records) for states in every]
+        return [self._said(states, records) for states in every]
 
-    def _spread(self, states: Tensor, records: Sequence[Record]) -> list[Tensor]:
+    def _said(self, states: Tensor, records: Sequence[Record]) -> list[Tensor]:
         """Logits over the target's vocabulary, at the records' positions."""
         spans = [states[row, r.start - 1 : r.start - 1 + len(r)] for row, r in enumerate(records)]
         known = self.model.lm_head(self.model.norm(torch.cat(spans)))
-        every = known.new_full((len(known), self._vocabulary), UNKNOWN)
-        return list(every.index_copy(1, self._token_ids, known).split([len(r) for r in records]))
+        every = spread(known, self._token_ids, self._vocabulary)
+        return list(every.split([len(r) for r in records]))
 
 
 def _plain(name: str) -> str:

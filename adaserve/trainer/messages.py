@@ -76,6 +76,10 @@ class Settings(msgspec.Struct):
     ring: int  # descriptors of shared memory and of the socket
     weights: int
     socket: int
+    vocabulary: int  # the target's tokens
+    known: int | None = (
+        None  # descriptor of shared memory: ids (int64) of those that a model knows; None = all
+    )
     target: str | None = None  # whose embedding the draft reads, which is a head; None = it is a model
     served: Candidate | None = None  # after a restart: the draft that is served, in shared memory
 

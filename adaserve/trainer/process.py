@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from adaserve.host.lifetime import die_with_parent
@@ -74,7 +75,8 @@ class Process:
         self._resume()
         draft: DraftCopy | HeadCopy
         if settings.target is None:
-            draft = DraftCopy(settings.draft, settings.device)
+            known = None if settings.known is None else np.frombuffer(memory(settings.known), np.int64).copy()
+            draft = DraftCopy(settings.draft, settings.device, settings.vocabulary, known)
         else:
             draft = HeadCopy(settings.draft, settings.target, settings.device)
         self._began_as = "" if self._versions is None else fingerprint_of(settings.draft)

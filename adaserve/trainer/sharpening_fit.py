@@ -18,14 +18,13 @@ from adaserve.noise import gumbel
 from adaserve.pair.sharpening_loss import top_k_log_loss
 from adaserve.sharpening import Correction, DraftSharpening
 from adaserve.trainer import losses
+from adaserve.trainer.draft import UNKNOWN
 from adaserve.trainer.records import Record
 
 _NOISE_FACTORS = np.geomspace(0.75, 1.4, 9)
 _TAU_FACTORS = np.geomspace(0.6, 1.8, 15)
 Device = torch.device | str
 CPU = "cpu"
-UNKNOWN = -1e4
-"""The logit of tokens that a draft with a vocabulary of its own does not know: finite, and never the best."""
 LIKELIEST = 64
 """Tokens of the target's that are looked at one by one; others are never counted as accepted."""
 

@@ -36,6 +36,7 @@ from adaserve.trainer.records import Record
 from adaserve.trainer.shared_memory import Ring, allocate, memory
 from adaserve.trainer.trainer import JUDGED
 from adaserve.trainer.versions import Version, Versions, fingerprint_of
+from tests.engine.pairs import VOCAB
 from tests.trainer.factories import save_drafts, served
 
 WEIGHTS_BYTES = 1 << 24
@@ -61,6 +62,7 @@ class Line:
             None if folder is None else str(folder),
             *self._fds,
             theirs.detach(),
+            VOCAB,
         )
         self._thread = threading.Thread(target=self._run)
 

@@ -11,11 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from adaserve.sharpening import Correction, load_sharpening
-from adaserve.trainer.draft import DraftCopy, checked, to_bytes
+from adaserve.trainer.draft import UNKNOWN, DraftCopy, checked, to_bytes
 from adaserve.trainer.judging import Judgement, Snapshot, verdict
 from adaserve.trainer.losses import LOSSES
 from adaserve.trainer.records import Newest
 from adaserve.trainer.trainer import JUDGE_EVERY, Recipe, Trainer
+from tests.engine.pairs import VOCAB
 from tests.trainer.factories import record, save_drafts, served
 
 
@@ -211,6 +212,38 @@ def test_a_draft_says_what_its_model_says_also_where_that_scales_its_logits(
         for r, said in zip(records, draft.logits(records), strict=True):
             every = draft.model(input_ids=torch.from_numpy(r.tokens.astype("int64"))[None]).logits[0]
             assert torch.allclose(said, every[r.start : r.start + len(r)], atol=1e-6)
+
+
+def test_a_draft_that_knows_some_tokens_is_trained_as_it_is_served(
+    target: tuple[torch.nn.Module, str],
+) -> None:
+    """What it can't propose counts as not accepted, and nothing of its capacity goes there."""
+    known = np.random.default_rng(4).permutation(VOCAB)[: VOCAB // 40]
+    draft, whole = DraftCopy(target[1], "cpu", VOCAB, known), DraftCopy(target[1])
+    records, is_known = served(target[0], 4), np.isin(np.arange(VOCAB), known)
+    with torch.no_grad():
+        for said, every in zip(draft.logits(records), whole.logits(records), strict=True):
+            assert said.shape == every.shape
+            assert torch.equal(said[:, is_known], every[:, is_known])
+            assert (said[:, ~is_known] == UNKNOWN).all()
+    trainer = Trainer(draft, [], Recipe(), sharpening=load_sharpening(Path(target[1])), replay_bytes=1)
+    found, all_known = (
+        t.judge(served(target[0], 8, seed=2), lambda: None) for t in (trainer, trainer_of(target[1]))
+    )
+    assert found.first.mean() < 0.9 * all_known.first.mean()
+
+
+def test_a_draft_with_fewer_tokens_than_its_target_learns(tmp_path: Path) -> None:
+    """A larger model of a family may pad its vocabulary further."""
+    whole = save_drafts(tmp_path / "whole")
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    small.resize_token_embeddings(VOCAB - 32)
+    small.config.pad_token_id = None
+    small.save_pretrained(tmp_path / "small")
+    draft = DraftCopy(str(tmp_path / "small"), "cpu", VOCAB, np.arange(VOCAB - 32))
+    sharpening = load_sharpening(tmp_path / "small")
+    trainer = Trainer(draft, [], Recipe("hard", 1e-3), sharpening=sharpening, replay_bytes=10_000_000)
+    assert learned(trainer, whole, 64).candidate.mean() > 0
 
 
 def test_verdicts() -> None:

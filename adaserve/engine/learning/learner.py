@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.learning.swap import Swap, require_fit
 from adaserve.engine.learning.tap import Tap
-from adaserve.engine.learning.trainer_link import TrainerLink, bytes_of
+from adaserve.engine.learning.trainer_link import TrainerLink
 from adaserve.engine.request_state import RequestState
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.errors import UnsupportedError
@@ -35,6 +37,8 @@ UPDATE_S = 4.8e-7
 operations for each, and 50 billion operations per second. With ``MANY`` parameters it is 24 s."""
 MAX_JUDGED = 64
 """Judgements that are remembered for the operator."""
+HEADER_BYTES = 1 << 20
+"""Of a safetensors file, at the most."""
 TIGHT = 0.9
 """The trainer waits while a running request has used more than this share of the time that its SLO allows."""
 
@@ -59,8 +63,8 @@ class Learner:
     """Owns the line to the trainer, which the ``tap`` feeds; exchanges the draft's weights and how they are
     read.
 
-    ``weights``: of the draft; ``source`` drafts with them. ``folder``: of its checkpoint.
-    ``target``, where it is a head: the target's checkpoint.
+    ``weights``: of the draft; ``source`` drafts with them. ``folder``: of its checkpoint. ``vocabulary``: the
+    target's tokens. ``target``, where the draft is a head: the target's checkpoint.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Learner:
         source: BeamSource,
         folder: str,
         stats: SLOStats,
+        vocabulary: int,
         target: str | None,
     ) -> None:
         require_learnable(weights.model, folder, target)
@@ -83,7 +88,8 @@ class Learner:
             except DamagedError as error:
                 logger.warning("AdaServe: %s, so the draft starts from its original weights", error)
         self._tap, self._weights, self._source, self._stats = tap, weights, source, stats
-        self.link = TrainerLink(config, folder, bytes_of(weights.model), target)
+        known = None if target is not None else known_tokens(weights.model, vocabulary)
+        self.link = TrainerLink(config, folder, bytes_of(folder, target), vocabulary, known, target)
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # what a candidate must look like
         self._looked_s = 0.0
         self._first = self._serving()
@@ -212,6 +218,27 @@ def require_learnable(model: Any, folder: str, target: str | None) -> None:
             learnable(folder, target)
     except Exception as error:  # transformers raises whatever it likes for models that it doesn't know
         raise UnsupportedError(f"the draft {folder} cannot learn ({error}): leave --learn out") from error
+
+
+def bytes_of(folder: str, target: str | None) -> int:
+    """Room for what a trainer makes of a draft, a safetensors file. Arguments as of ``Learner``.
+
+    A model may be served in less than its checkpoint has, in type and in tokens, so its config counts, in
+    fp32; memory that nobody writes costs nothing."""
+    from adaserve.trainer.draft_head import file_bytes  # with what trains heads
+
+    if target is not None:
+        return file_bytes(folder) + HEADER_BYTES
+    return sum(4 * math.prod(shape) for shape in shapes_of(folder).values()) + HEADER_BYTES
+
+
+def known_tokens(model: Any, vocabulary: int) -> NDArray[np.int64] | None:
+    """Ids of the tokens that SGLang's draft ``model`` has logits of; None = all of the target's."""
+    ids = getattr(model, "hot_token_id", None)
+    if ids is not None:
+        return np.asarray(ids.cpu(), np.int64)
+    own = int(model.config.vocab_size)
+    return np.arange(own) if own < vocabulary else None
 
 
 def warn_of_slow_training(device: str, parameters: Sequence[Any]) -> None:

@@ -14,10 +14,11 @@ import sys
 from contextlib import ExitStack, suppress
 from mmap import mmap
 from pathlib import Path
-from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from adaserve.config import AdaServeConfig
 from adaserve.host.lifetime import PARENT_ENV
@@ -48,15 +49,22 @@ FIRST_WAIT_S = 5.0
 class TrainerLink:
     """One trainer at a time, and the memory shared with it.
 
-    ``folder``: the draft's checkpoint. ``weights_bytes``: room for a candidate. ``target``: the target's
-    checkpoint, where the draft is a head.
+    ``folder``: the draft's checkpoint. ``weights_bytes``: room for a candidate. ``vocabulary``: the target's
+    tokens; ``known``: ids of those that a draft model knows, None = all. ``target``: the target's checkpoint,
+    where the draft is a head.
     """
 
     def __init__(
-        self, config: AdaServeConfig, folder: str, weights_bytes: int, target: str | None = None
+        self,
+        config: AdaServeConfig,
+        folder: str,
+        weights_bytes: int,
+        vocabulary: int,
+        known: NDArray[np.int64] | None = None,
+        target: str | None = None,
     ) -> None:
         self._config, self._folder, self._weights_bytes = config, folder, weights_bytes
-        self._target = target
+        self._vocabulary, self._known, self._target = vocabulary, known, target
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._asked_s: float | None = None  # and not yet answered
@@ -130,17 +138,21 @@ class TrainerLink:
             ring = _allocated(shares(config.learn_memory_mb).ring, opened)
             weights = _allocated(self._weights_bytes, opened)
             ours, theirs = map(opened.enter_context, line())
-            shared = memory(weights)
+            shared, known = memory(weights), None
+            if self._known is not None:  # too many for a command line
+                known = _allocated(self._known.nbytes, opened)
+                memory(known)[:] = self._known.tobytes()
             if served is not None:
                 shared[: len(served[1])] = served[1].data
             settings = Settings(
                 self._folder, config.learn_device, config.learn_loss, config.learn_rate,
-                config.learn_memory_mb, config.learn_folder, ring, weights, theirs.fileno(), self._target,
-                None if served is None else served[0],
+                config.learn_memory_mb, config.learn_folder, ring, weights, theirs.fileno(),
+                self._vocabulary, known, self._target, None if served is None else served[0],
             )  # fmt: skip
+            inherited = (ring, weights, theirs.fileno(), *(() if known is None else (known,)))
             process = subprocess.Popen(
                 [sys.executable, "-m", "adaserve.trainer.process", msgspec.json.encode(settings).decode()],
-                pass_fds=(ring, weights, theirs.fileno()),
+                pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 env={
                     **os.environ,
@@ -207,13 +219,3 @@ def starves(pid: int, cpu_s: float, seconds: float) -> bool:
     used = process.cpu_times()
     wants = process.status() == psutil.STATUS_RUNNING
     return wants and used.user + used.system - cpu_s < STARVED * seconds
-
-
-def bytes_of(model: Any) -> int:
-    """Room for a model's weights as a safetensors file, and for a head's table of tokens. The checkpoint may
-    be fp32 where the model is served in less; memory that nobody writes costs nothing."""
-    return (
-        sum(p.numel() * max(4, p.element_size()) for p in model.parameters())
-        + 9 * model.config.vocab_size
-        + (1 << 20)
-    )

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -18,7 +19,9 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.learning.learner import (
     Learner,
     _Offer,
+    bytes_of,
     is_tight,
+    known_tokens,
     require_learnable,
     warn_of_slow_training,
 )
@@ -26,7 +29,7 @@ from adaserve.engine.request_state import RequestState
 from adaserve.errors import UnsupportedError
 from adaserve.sharpening import Correction, DraftSharpening
 from adaserve.slo.events import DraftLearning
-from adaserve.trainer.draft import to_bytes
+from adaserve.trainer.draft import DraftCopy, to_bytes
 from adaserve.trainer.messages import Answer, Candidate, Progress
 
 
@@ -47,7 +50,31 @@ def test_a_draft_whose_training_would_be_in_vain_is_refused(tmp_path: Path) -> N
     ):
         with pytest.raises(UnsupportedError, match=rf"(?s)cannot learn \(.*{why}.*: leave --learn out"):
             weights: Any = SimpleNamespace(model=served)
-            Learner(AdaServeConfig(), unused, weights, unused, str(tmp_path / folder), unused, None)
+            Learner(AdaServeConfig(), unused, weights, unused, str(tmp_path / folder), unused, 32, None)
+
+
+def test_there_is_room_for_a_checkpoint_however_little_of_it_is_served(tmp_path: Path) -> None:
+    """A model in half precision, with a map of tokens in place of its output matrix, has less than a third of
+    its checkpoint's bytes."""
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=64, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    draft = DraftCopy(str(tmp_path), "cpu", 4096, np.arange(8))
+    file = to_bytes(draft.state())
+    assert bytes_of(str(tmp_path), None) >= len(file) > 8 * 4096 * 64
+
+
+def test_a_trainer_is_told_which_tokens_a_draft_is_served_with() -> None:
+    def known(model: dict[str, Any], vocabulary: int) -> Any:
+        served = SimpleNamespace(config=SimpleNamespace(vocab_size=16), **model)
+        ids = known_tokens(served, vocabulary)
+        return None if ids is None else ids.tolist()
+
+    assert known({}, 16) is None
+    assert known({}, 20) == list(range(16))
+    assert known({"hot_token_id": torch.tensor([7, 2, 9])}, 16) == [7, 2, 9]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
-import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.learning import trainer_link
@@ -24,19 +22,17 @@ from adaserve.engine.learning.trainer_link import (
     MAX_STARTS,
     SILENT_S,
     TrainerLink,
-    bytes_of,
     stand_back,
     starves,
 )
 from adaserve.sharpening import Correction
-from adaserve.trainer.draft import to_bytes
 from adaserve.trainer.messages import Candidate, Hello, Progress, line, send
 
 
 @pytest.fixture
 def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerLink]:
     monkeypatch.setattr(trainer_link, "FIRST_WAIT_S", 0.0)
-    made = TrainerLink(AdaServeConfig(learn=True, learn_memory_mb=16), str(tmp_path), 1 << 20)
+    made = TrainerLink(AdaServeConfig(learn=True, learn_memory_mb=16), str(tmp_path), 1 << 20, 16)
     yield made
     if made.pid is not None:
         os.kill(made.pid, signal.SIGKILL)
@@ -141,14 +137,6 @@ def test_one_that_is_never_started_is_given_up(link: TrainerLink, monkeypatch: p
         assert not link.is_over
         link.look(False, 0.0, None)
     assert link.is_over and link.look(False, 1e6, None) == []
-
-
-def test_there_is_room_for_the_checkpoint_of_a_model_that_is_served_in_half() -> None:
-    model = torch.nn.Linear(512, 512)
-    file = to_bytes(model.state_dict())
-    served = model.to(torch.bfloat16)
-    served.config = SimpleNamespace(vocab_size=16)  # type: ignore[assignment]
-    assert bytes_of(served) > len(file) > 4 * 512 * 512
 
 
 def test_a_trainer_gets_what_nobody_else_wants(link: TrainerLink, caplog: pytest.LogCaptureFixture) -> None:
