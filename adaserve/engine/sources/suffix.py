@@ -29,6 +29,10 @@ from adaserve.scheduler.interface import CandidateTrees
 SUFFIX = 4
 """Bit of ``CandidateTrees.source``."""
 
+MAX_INDEXED = 1024
+"""Prompt tokens that are indexed in one go, some milliseconds: of a prompt from the prefix cache everything
+comes at once, and all requests would wait for it."""
+
 MAX_MATCHES = 2
 """Earlier places of which the continuation is proposed, the longest match first."""
 
@@ -87,11 +91,19 @@ class _Request:
     scope: str
     prompt: int  # tokens
     text: Text | None
+    backlog: list[int] = field(default_factory=list)  # of its prompt, to be indexed; nothing is offered yet
     tree: _Tree = field(default_factory=_Tree)  # what was thought of for its next tokens
 
+    @property
+    def read(self) -> int:
+        """Tokens of the prompt that have come."""
+        return len(self.text or ()) + len(self.backlog)
+
     def unknown(self, state: RequestState) -> list[int]:
-        """Generated tokens that the text does not have yet."""
-        return [] if self.text is None else state.generated[len(self.text) - self.prompt :]
+        """Generated tokens that the text does not have yet and may have now."""
+        if self.text is None or self.backlog:
+            return []
+        return state.generated[len(self.text) - self.prompt :]
 
 
 class SuffixSource(TreeSource):
@@ -125,13 +137,21 @@ class SuffixSource(TreeSource):
         read = zip(
             batch.reqs, rows_of_pool(batch).tolist(), batch.prefix_lens, batch.extend_lens, strict=True
         )
+        left = MAX_INDEXED
         for req, row, cached, new in read:
             length, known = cached + new, self._requests.get(row)
             # A retraction takes back what SGLang had not taken in yet, under overlap a whole iteration.
-            if known is None or known.rid != req.rid or len(known.text or ()) > length:
+            if known is None or known.rid != req.rid or known.read > length:
                 known = self._start(req, row)
             if known.text is not None:
-                self._extend(known, tokens_of(req, req.origin_input_ids[len(known.text) : length]))
+                known.backlog += tokens_of(req, req.origin_input_ids[known.read : length])
+                left -= self._catch_up(known, left)
+
+    def _catch_up(self, request: _Request, most: int) -> int:
+        """Indexes up to so many tokens of its backlog, and says how many."""
+        new, request.backlog = request.backlog[:most], request.backlog[most:]
+        self._extend(request, new)
+        return len(new)
 
     def _start(self, req: Any, row: int) -> _Request:
         for old in {row, self._row.get(req.rid, row)}:  # retracted requests are not reported
@@ -170,7 +190,7 @@ class SuffixSource(TreeSource):
         if request is None:
             return
         del self._row[request.rid]
-        request.tree = _Tree()
+        request.tree, request.backlog = _Tree(), []
         if self._tenant is None or request.text is None or len(request.text) <= ORDERS[0]:
             self._drop(request)  # in a text so short nothing can be found
         else:
@@ -196,7 +216,7 @@ class SuffixSource(TreeSource):
         self.tokens += len(new)
 
     def _drop(self, request: _Request) -> None:
-        text, request.text = request.text, None
+        text, request.text, request.backlog = request.text, None, []
         if text is None:
             return
         self.tokens -= len(text)
@@ -210,6 +230,10 @@ class SuffixSource(TreeSource):
 
     def offer(self, rows: DecodeRows) -> Proposal | None:
         """The continuations of each request's longest matches, None when there are none."""
+        left = MAX_INDEXED
+        for row in rows.pool_rows.tolist():
+            if (request := self._requests.get(row)) is not None and request.backlog:
+                left -= self._catch_up(request, left)
         trees = [self._candidates(r, row, rows) for r, row in enumerate(rows.pool_rows.tolist())]
         if not any(trees):
             return None
@@ -224,7 +248,7 @@ class SuffixSource(TreeSource):
         self._extend(request, request.unknown(rows.states[r]))  # the first token, from the prefill
         text, tree = request.text, _Tree()
         request.tree = tree
-        if text is not None:
+        if text is not None and not request.backlog:
             matches = self._scopes[request.scope].matches(text)[:MAX_MATCHES]
             for k, match in enumerate(matches):
                 own = match.text is text

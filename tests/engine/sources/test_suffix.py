@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 from adaserve.engine.request_state import DecodeRows, RequestState
 from adaserve.engine.sources.match_rates import KINDS, OTHER, PER_KIND, START, MatchRates
 from adaserve.engine.sources.rates import LEAST
-from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
+from adaserve.engine.sources.suffix import MAX_INDEXED, SUFFIX, SuffixSource
 from adaserve.engine.sources.text_index import BYTES_PER_TOKEN
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.noise import gumbel, quantile
@@ -101,6 +101,34 @@ def test_hashes_of_images_are_not_proposed() -> None:
     server, image = Server(), MM_PAD_SHIFT_VALUE + 2**40
     server.start(0, [1, 2, 3, image, image, 9, 1, 2], 3, media=object())
     assert chain(server.offer(0)) == [0, 0, 9, 1, 2, 3]
+
+
+@pytest.mark.parametrize("tenants", [False, True])
+def test_a_long_cached_prompt_is_indexed_bit_by_bit(tenants: bool) -> None:
+    """In one go, 100,000 tokens would hold up all requests for a fifth of a second."""
+    server = Server(ENOUGH * BYTES_PER_TOKEN, tenants)
+    prompt = [*range(10, 10 + 3 * MAX_INDEXED), *PROMPT, 1, 2]
+    server.start(0, prompt, 3)
+    server.start(1, [*PROMPT, 1, 2], 3)
+    assert chain(server.offer(1)) == [4, 5, 6, 7, 8, 1], "others don't wait"
+    before = server.source.tokens
+    assert before <= MAX_INDEXED + 20, "which came in two chunks, beside a short prompt"
+    for token in (4, 5):
+        assert server.offer(0) is None, "what is missing of the text would be taken for generated"
+        assert server.source.tokens - before == MAX_INDEXED
+        before = server.source.tokens
+        server.emit(0, token)
+    assert chain(server.offer(0)) == [6, 7, 8, 1, 2, 3]
+    server.source.finished(0, unheard=False)
+    server.source.finished(1, unheard=False)
+    assert bool(server.source.tokens) == tenants
+
+
+def test_a_request_that_ends_before_its_prompt_is_indexed_leaves_nothing_behind() -> None:
+    server = Server()
+    server.start(0, [*range(3 * MAX_INDEXED)], 3)
+    server.source.finished(0, unheard=False)
+    assert not server.source.tokens and server.offer(0) is None
 
 
 def test_what_followed_in_the_output_is_proposed() -> None:
