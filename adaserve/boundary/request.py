@@ -71,8 +71,11 @@ def hidden_states(name: str, value: Any, _: Limits) -> None:
 
 
 def session_params(name: str, value: Any, limits: Limits) -> None:
-    """Which turn of which session is continued."""
+    """Which turn of which session is continued; an empty object stands for none. Only a session may be given an
+    empty prompt, and SGLang serves an object without an id as if there were no session."""
     known_fields(name, value, limits, _SESSION)
+    if value and value.get("id") is None:
+        raise RequestError(f"{name}.id must name the session that is continued, got none")
 
 
 def custom_labels(name: str, value: Any, limits: Limits) -> None:

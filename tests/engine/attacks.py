@@ -126,6 +126,10 @@ def empty_prompts() -> Iterator[Attack]:
     yield native("no text in a batch", "at least 1 token", text=["hello", ""])
     yield native("no ids", "", input_ids=[])
     yield native("no ids in a batch", "at least 1 token", input_ids=[[5], []])
+    for nobody in ({"rid": "x"}, {"id": None}):
+        for prompt in ({"text": ""}, {"text": ["hello", ""]}, {"input_ids": [[]]}):
+            name = f"an empty prompt for the session of {nobody}, {prompt}"
+            yield native(name, "session_params.id must name", session_params=nobody, **prompt)
     yield native("no prompts", "", text=[])
     yield native("a prompt of null", "", text=["a", None])
     yield completion("empty completion", "", prompt="")

@@ -147,6 +147,9 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"need_wait_for_mm_inputs": True}, "need_wait_for_mm_inputs is refused"),
     ({"session_params": {"id": 5}}, "session_params.id must be text"),
     ({"session_params": {"id": ""}}, "session_params.id must be text"),
+    *(({"session_params": nobody, **prompt}, "session_params.id must name the session")
+      for nobody in ({"rid": "x"}, {"id": None}, {"id": None, "replace": True})
+      for prompt in ({"text": ""}, {"text": ["a", ""]}, {"input_ids": []}, {"input_ids": [[]]}, {"input_ids": [1]})),
     ({"session_params": {"id": "s", "offset": 2**31}}, "session_params.offset must be an integer"),
     ({"session_params": {"nope": 1}}, "session_params has no field 'nope'"),
     ({"bootstrap_room": 2**63}, "bootstrap_room must be an integer"),
@@ -169,6 +172,7 @@ ACCEPTED: list[dict[str, Any]] = [
     *({"text": a, "input_ids": b} for a, b in (("a", [0]), (["a", "b"], [[0], [1, 2]]))),
     {"text": ["a", "b"], "sampling_params": {"n": 3}, "top_logprobs_num": [2, None], "stream": True},
     {"input_ids": [], "session_params": {"id": "s"}},
+    {"input_ids": [1], "session_params": {}},
     {"input_ids": [1], "session_params": {"id": "s", "rid": "r", "replace": True, "offset": 0}},
     {"input_ids": [1], "session_params": {"id": "s", "rid": None, "replace": True, "offset": -1}},
     {"input_ids": [1], "top_logprobs_num": V, "logprob_start_len": -1, "token_ids_logprob": [0, V - 1]},
