@@ -46,6 +46,13 @@ MAX_LOGIT_BIAS = 1e6
 MAX_BATCH = 4096
 """Answers of one request: its prompts, times ``n``. Each is several objects from the start."""
 
+MAX_COPIES_BYTES = 1 << 28
+"""Of all answers of a request together, what each is given a copy of, by a guess: its sampling parameters and
+all else but the prompt. Biases of 100,000 tokens, a body of 2 MB, took 52 GB with 4096 answers."""
+
+VALUE_BYTES = 64
+"""What a value takes besides its characters."""
+
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 512
 """Of all texts together that end an answer. Where 4 tokens are accepted at once, to look for one of 4096

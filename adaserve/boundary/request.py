@@ -12,6 +12,7 @@ from adaserve.boundary.limits import (
     INT32_MAX,
     INT64_MAX,
     MAX_BATCH,
+    MAX_COPIES_BYTES,
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
     MAX_REPEATED_LOGPROBS,
@@ -31,6 +32,7 @@ from adaserve.boundary.values import (
     label,
     mapping,
     require_encodable,
+    size_bytes,
     text,
     token_ids,
 )
@@ -71,8 +73,8 @@ def hidden_states(name: str, value: Any, _: Limits) -> None:
 
 
 def session_params(name: str, value: Any, limits: Limits) -> None:
-    """Which turn of which session is continued; an empty object stands for none. Only a session may be given an
-    empty prompt, and SGLang serves an object without an id as if there were no session."""
+    """Which turn of which session is continued; an empty object stands for none. Only a session may be given
+    an empty prompt, and SGLang serves an object without an id as if there were no session."""
     known_fields(name, value, limits, _SESSION)
     if value and value.get("id") is None:
         raise RequestError(f"{name}.id must name the session that is continued, got none")
@@ -116,7 +118,7 @@ EACH: dict[str, Check] = {
     "bootstrap_room": integer(0, INT64_MAX),
     "bootstrap_pair_key": label,
     "decode_tp_size": integer(1),
-    "kv_hints": mapping,
+    "kv_hints": absent("the hierarchical cache, which reads them, is not used"),
     "watermark": watermark,
 }
 """Fields with one value for the request, or a list with one for each of its prompts."""
@@ -199,10 +201,7 @@ def check_request(fields: Mapping[str, Any], limits: Limits) -> None:
         value = fields.get(name)
         if value is not None:
             check(name, value, limits)
-    if (answers := (count or 1) * _samples(fields.get("sampling_params"))) > MAX_BATCH:
-        raise RequestError(
-            f"a request may ask for at most {MAX_BATCH} answers, its prompts times n, got {shown(answers)}"
-        )
+    _require_few_answers(fields, count or 1)
 
 
 def check_prompt(tokens: int, logprob_start_len: int | None, continues: bool) -> None:
@@ -268,6 +267,23 @@ def _prompt_count(fields: Mapping[str, Any], limits: Limits) -> int | None:
             raise RequestError(f"text[{list(prompts).index(None)}] must be text, got None")
         return len(prompts)
     return None
+
+
+def _require_few_answers(fields: Mapping[str, Any], prompts: int) -> None:
+    """SGLang makes each answer a request of its own, with a copy of every field. Raises RequestError."""
+    samples = _samples(fields.get("sampling_params"))
+    if (answers := prompts * samples) > MAX_BATCH:
+        raise RequestError(
+            f"a request may ask for at most {MAX_BATCH} answers, its prompts times n, got {shown(answers)}"
+        )
+    for name in (name for name in EACH if name != "text"):
+        value = fields.get(name)
+        copies = samples if isinstance(value, list | tuple) else answers
+        if (size := copies * size_bytes(value)) > MAX_COPIES_BYTES:
+            raise RequestError(
+                f"{name} may have at most {MAX_COPIES_BYTES} bytes in all answers of a request, its prompts "
+                f"times n, got about {size}: ask for fewer answers at a time"
+            )
 
 
 def _samples(params: Any) -> int:

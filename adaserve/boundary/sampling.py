@@ -60,15 +60,20 @@ def logit_bias(name: str, value: Any, limits: Limits) -> None:
     for key, bias in value.items():
         if not _are_ids([key], limits.vocab_size):
             raise RequestError(
-                f"{name} needs keys from 0 to {limits.vocab_size - 1}, written as text, got {shown(key)}"
+                f"{name} needs keys from 0 to {limits.vocab_size - 1}, written as text without leading "
+                f"zeros, got {shown(key)}"
             )
         _bias(f"{name}[{key}]", bias, limits)
 
 
 def _are_ids(keys: Collection[str], vocab_size: int) -> bool:
-    """int() would also take " 1", "1_0" and digits of other scripts."""
-    written = all(map(str.isascii, keys)) and all(map(str.isdecimal, keys))
-    return written and max(map(len, keys), default=0) <= 10 and max(map(int, keys), default=0) < vocab_size
+    """int() would also take " 1", "1_0", digits of other scripts, and "01" for a token that has a bias."""
+    digits = "".join(keys)
+    if not (digits.isascii() and digits.isdecimal()) or "" in keys:
+        return not keys
+    if max(map(len, keys)) > 10 or ("," + ",".join(keys)).count(",0") > ("0" in keys):
+        return False
+    return max(map(int, keys)) < vocab_size
 
 
 def _are_biases(values: Collection[Any]) -> bool:

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from adaserve.boundary.errors import RequestError, shown
-from adaserve.boundary.limits import INT32_MAX, MAX_ID_CHARACTERS, Limits
+from adaserve.boundary.limits import INT32_MAX, MAX_ID_CHARACTERS, VALUE_BYTES, Limits
 from adaserve.host.files import not_utf8
 
 Check = Callable[[str, Any, Limits], None]
@@ -140,3 +140,19 @@ def one_or_list(check: Check, most: int) -> Check:
             check(f"{name}[{i}]", item, limits)
 
     return every
+
+
+def size_bytes(value: Any) -> int:
+    """A guess of what a JSON value takes: 1 for each character, and ``VALUE_BYTES`` for each value."""
+    if isinstance(value, str):
+        return VALUE_BYTES + len(value)
+    if isinstance(value, Mapping):
+        return size_bytes(list(value)) + size_bytes(list(value.values()))
+    if not isinstance(value, list | tuple | set | frozenset):
+        return VALUE_BYTES
+    types, characters = set(map(type, value)), 0
+    if types == {str}:
+        characters = sum(map(len, value))
+    elif not types <= {int, float, bool}:
+        return VALUE_BYTES + sum(map(size_bytes, value))
+    return VALUE_BYTES * (1 + len(value)) + characters  # mostly in C, as of biases

@@ -47,7 +47,7 @@ REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
     *(({"stop_regex": bad}, "stop_regex.* must be text of 0 to 256 characters") for bad in (5, 10**5000, ["a", [10**5000]])),
     *(({"logit_bias": {bad: 1.0}}, "logit_bias needs keys from 0 to 511")
-      for bad in ("-1", str(V), "x", "", " 1", "1_0", "٣", "9" * 5000)),
+      for bad in ("-1", str(V), "x", "", " 1", "1_0", "٣", "9" * 5000, "01", "0000000005")),
     *(({"logit_bias": {"3": bad}}, r"logit_bias\[3\] must be a number from -1e\+06 to 1e\+06")
       for bad in (NAN, INF, 1e300, "1", None, True)),
     *(({"top_k": bad}, "top_k must be an integer from 1 to 2147483647, or -1")
@@ -140,6 +140,7 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"image_data": [[None, {"url": 1}]]}, "image_data is refused"),
     ({"audio_data": ["x"]}, "audio_data is refused"),
     ({"lora_path": "x"}, "lora_path is refused"),
+    *(({"kv_hints": hints}, "kv_hints is refused: the hierarchical cache") for hints in ({}, {"a": 1})),
     ({"http_worker_ipc": "tcp://x"}, "http_worker_ipc is refused"),
     ({"positional_embed_overrides": {}}, "positional_embed_overrides is refused"),
     ({"multi_item_delimiter_indices": [1]}, "multi_item_delimiter_indices is refused"),
@@ -378,6 +379,37 @@ def test_a_structural_tag_of_ordinary_parts_passes() -> None:
 def test_what_is_small_by_itself_is_bounded_together(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         check_request(fields, LIMITS)
+
+
+WIDE = Limits(vocab_size=150_000)
+BIASES = {"logit_bias": {str(i): 1.5 for i in range(150_000)}}
+SCHEMA = {"json_schema": schema(description="x" * 500_000)}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields", "refused"),
+    [
+        (1, {"sampling_params": {"n": 13, **BIASES}}, False),
+        (1, {"sampling_params": {"n": 14, **BIASES}}, True),
+        (4096, {"sampling_params": BIASES}, True),
+        (128, {"sampling_params": [{"n": 2, **BIASES}] * 7 + [{"n": 2}] * 121}, True),
+        (128, {"sampling_params": [BIASES] * 13 + [{}] * 115}, False),
+        (4096, {"sampling_params": SCHEMA}, True),
+        (512, {"sampling_params": SCHEMA}, False),
+        (4096, {"sampling_params": {"json_schema": schema(description="x" * 50_000), "stop": ["a"] * 32}}, False),
+        (64, {"sampling_params": {"n": 64, "stop_token_ids": list(range(1500))}}, True),
+        (2, {"sampling_params": {"n": 128, "custom_params": {"a": ["x" * 1000] * 60}}}, False),
+        (256, {"custom_logit_processor": "x" * (1 << 20)}, True),
+        (256, {"custom_logit_processor": "x" * 1_000_000}, False),
+        (256, {"custom_logit_processor": ["x" * 1_000_000, *[None] * 255], "sampling_params": {"n": 16}}, False),
+    ],
+)  # fmt: skip
+def test_what_each_answer_gets_a_copy_of_is_bounded(
+    prompts: int, fields: dict[str, Any], refused: bool
+) -> None:
+    """Biases of a body of 2 MB took 13 MB of each of 4096 answers."""
+    with pytest.raises(RequestError, match="268435456 bytes in all answers") if refused else nullcontext():
+        check_request({"text": ["a"] * prompts, **fields}, WIDE)
 
 
 STOPS_REFUSED = [
