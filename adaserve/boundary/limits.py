@@ -13,6 +13,10 @@ MAX_BODY_BYTES = 32 << 20
 MAX_UNFINISHED_BYTES = 1 << 30
 """Of all bodies together, what has come of those that are not complete."""
 
+MIN_PIECE_BYTES = 1 << 18
+MAX_PIECE_S = 30.0
+"""So much of a body, or its end, must come in every period of that length."""
+
 MAX_BODY_VALUES = 1 << 16
 """Values in all lists and objects of a body, but for token ids and biases."""
 

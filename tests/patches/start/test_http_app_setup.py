@@ -97,3 +97,67 @@ def test_bodies_that_stay_unfinished_have_a_limit_together() -> None:
         await sent(60, 40)
 
     asyncio.run(main())
+
+
+async def answered(app: Any, receive: Any) -> int:
+    try:
+        await app({"type": "http"}, receive, None)
+    except HTTPException as refused:
+        return refused.status_code
+    return 200
+
+
+def test_a_body_that_stalls_gives_its_share_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty-three clients that never sent the rest of 31 MB shut all others with large bodies out."""
+    monkeypatch.setattr(bodies, "MIN_PIECE_BYTES", 30)
+
+    async def read(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+
+    app = bodies.Unfinished(read, most_bytes=100, piece_s=0.5)
+
+    def sending(*parts: tuple[float, int], ends: bool = False) -> Any:
+        """``parts``: seconds after the one before, and bytes."""
+        left = list(parts)
+
+        async def receive() -> Any:
+            if not left:
+                await asyncio.Event().wait()
+            pause_s, size = left.pop(0)
+            await asyncio.sleep(pause_s)
+            return {"type": "http.request", "body": b"a" * size, "more_body": bool(left) or not ends}
+
+        return receive
+
+    async def main() -> None:
+        stalled = asyncio.create_task(answered(app, sending((0, 90))))
+        await asyncio.sleep(0.05)
+        assert await answered(app, sending((0, 11), (0, 11), ends=True)) == 503
+        assert await stalled == 408
+        assert await answered(app, sending((0, 50), (0, 50), ends=True)) == 200
+        assert await answered(app, sending()) == 408, "nothing of it has come"
+        trickle = ((0, 20), *[(0.1, 1)] * 10)
+        assert await answered(app, sending(*trickle, ends=True)) == 408, "a byte at a time holds its share"
+        assert await answered(app, sending(*[(0.15, 16)] * 5, ends=True)) == 200, "slow, and fast enough"
+        assert app._held_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_a_client_may_wait_for_its_answer_as_long_as_it_likes() -> None:
+    async def listen(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        assert (await receive())["type"] == "http.disconnect"
+
+    async def main() -> None:
+        messages = [{"type": "http.request", "body": b"a", "more_body": False}, {"type": "http.disconnect"}]
+
+        async def receive() -> Any:
+            message = messages.pop(0)
+            await asyncio.sleep(0 if messages else 0.1)
+            return message
+
+        assert await answered(bodies.Unfinished(listen, piece_s=0.01), receive) == 200
+
+    asyncio.run(main())
