@@ -9,26 +9,30 @@ from __future__ import annotations
 from typing import Any
 
 from adaserve.boundary.errors import RequestError
-from adaserve.boundary.limits import MAX_BODY_VALUES
+from adaserve.boundary.limits import MAX_BODY_IDS, MAX_BODY_VALUES
 
 _BIASES, _NO_PROMPT = "logit_bias", "tokens"
 
 
 def require_few_values(body: Any, path: str, context: int | None = None) -> None:
-    """Raises RequestError for parsed JSON of too many values. Not counted are token ids, where the route of
-    this ``path`` takes any, and biases of tokens. ``context``: the most ids of a prompt, if anything limits
-    them: Pydantic takes a second for millions."""
-    ids, left, waiting = _token_fields(path), MAX_BODY_VALUES, [(body, "")]
+    """Raises RequestError for parsed JSON of too many values. Counted apart are token ids, where the route of
+    this ``path`` takes any, and not at all biases of tokens. ``context``: the most ids of a prompt, if
+    anything limits them."""
+    fields, left, waiting = _token_fields(path), MAX_BODY_VALUES, [(body, "")]
+    ids_left = most_ids = max(context or 0, MAX_BODY_IDS)
     while waiting:
         part, name = waiting.pop()
         values = part.values() if isinstance(part, dict) else part
         types = set(map(type, values))
-        if name in ids and types == {int}:
+        if name in fields and types == {int}:
             if context is not None and name != _NO_PROMPT and len(values) > context:
                 raise RequestError(
                     f"{name}: the prompt of {len(values)} tokens is longer than the model's context length "
                     f"({context} tokens)"
                 )
+            ids_left -= len(values)
+            if ids_left < 0:
+                raise RequestError(f"a body may hold at most {most_ids} token ids: send them in parts")
             continue
         if name == _BIASES and types <= {int, float}:
             continue

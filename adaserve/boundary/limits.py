@@ -20,6 +20,10 @@ MAX_PIECE_S = 30.0
 MAX_BODY_VALUES = 1 << 16
 """Values in all lists and objects of a body, but for token ids and biases."""
 
+MAX_BODY_IDS = 1 << 22
+"""Token ids in all prompts of a body, where not one prompt may have more. They keep the HTTP process for less
+than a second, half of which is parsing; 16 million of one digit took two to three."""
+
 MAX_SAMPLES = 128
 """``n``, as in OpenAI's API: one request becomes that many."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from adaserve.boundary import RequestError
 from adaserve.boundary.bodies import drop_nulls, require_few_values
-from adaserve.boundary.limits import MAX_BODY_VALUES
+from adaserve.boundary.limits import MAX_BODY_IDS, MAX_BODY_VALUES
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,16 @@ def test_token_ids_are_where_a_route_takes_them() -> None:
             require_few_values({name: ids}, path)
             with pytest.raises(RequestError):
                 require_few_values({name: ids}, other)
+
+
+def test_a_batch_has_so_many_ids() -> None:
+    """Sixteen millions, which fit into a body, held up everybody for more than two seconds."""
+    ids = [5] * (MAX_BODY_IDS // 1024)
+    require_few_values({"input_ids": [ids] * 1024}, "/generate", context=8192)
+    for context in (8192, None):
+        with pytest.raises(RequestError, match=f"at most {MAX_BODY_IDS} token ids: send them in parts"):
+            require_few_values({"input_ids": [ids] * 1025}, "/generate", context)
+    require_few_values({"input_ids": [5] * (MAX_BODY_IDS + 1)}, "/generate", context=1 << 24)
 
 
 def test_null_is_dropped_where_it_says_nothing() -> None:
