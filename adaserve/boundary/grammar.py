@@ -37,7 +37,7 @@ ANY_JSON = "$$ANY$$"
 
 _text = text(MAX_GRAMMAR_CHARACTERS)
 _json_text = text(MAX_SCHEMA_CHARACTERS)
-_stop_text = text(256)
+_stop_text = text(256, least=1)
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _CHOICES = ("anyOf", "oneOf", "type")
 _SAME_VALUE = ("anyOf", "oneOf", "allOf")

@@ -130,12 +130,29 @@ def _spend(name: str, amount: int, budget: list[int]) -> None:
 
 
 def stop(name: str, value: Any, limits: Limits) -> None:
-    """Texts that end the answer. All of them are searched for after every token."""
-    one_or_list(text(MAX_STOP_CHARACTERS), MAX_STOPS)(name, value, limits)
+    """Texts that end the answer, or "" for none. All of them are searched for after every token."""
+    if value == "":
+        return
+    one_or_list(text(MAX_STOP_CHARACTERS, least=1), MAX_STOPS)(name, value, limits)
     if (size := sum(map(len, [value] if isinstance(value, str) else value))) > MAX_STOP_CHARACTERS:
         raise RequestError(
             f"{name} may hold at most {MAX_STOP_CHARACTERS} characters in all its entries, got {size}"
         )
+
+
+def stop_regex(name: str, value: Any, limits: Limits) -> None:
+    """Expressions that end the answer, or "" for none."""
+    if value != "":
+        grammar.stop_regex(name, value, limits)
+
+
+def without_empty_stops(params: Any) -> Any:
+    """Sampling parameters, or a list of them, without a stop or stop_regex of "". SGLang finds "" in every
+    text, so the answer would be empty."""
+    if isinstance(params, list):
+        return [without_empty_stops(item) for item in params]
+    empty = [name for name in ("stop", "stop_regex") if params and params.get(name) == ""]
+    return {name: value for name, value in params.items() if name not in empty} if empty else params
 
 
 FIELDS: dict[str, Check] = {
@@ -143,7 +160,7 @@ FIELDS: dict[str, Check] = {
     "min_new_tokens": integer(0),
     "stop": stop,
     "stop_token_ids": stop_token_ids,
-    "stop_regex": grammar.stop_regex,
+    "stop_regex": stop_regex,
     "temperature": number(0, MAX_TEMPERATURE),
     "top_p": top_p,
     "top_k": integer(1, also=(-1,)),  # more than there are tokens means all of them

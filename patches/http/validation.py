@@ -35,6 +35,7 @@ from adaserve.boundary import (
     check_request,
 )
 from adaserve.boundary.prompts import require_few
+from adaserve.boundary.sampling import without_empty_stops
 from adaserve.boundary.values import identifier, token_ids
 from adaserve.patches import hook, tokenizer_manager
 from adaserve.slo.ledger import HEALTH_CHECK
@@ -109,6 +110,7 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
     _logprobs.set([0])
     limits = limits_of(manager, _grammar_of_tools(obj, request))
     check_request(vars(obj), limits)
+    obj.sampling_params = without_empty_stops(obj.sampling_params)
     require_readable(obj.custom_logit_processor)
     obj.received_time = arrival(obj.received_time, monotonic_time())
     if not limits.takes_media:

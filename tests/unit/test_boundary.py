@@ -23,6 +23,7 @@ from adaserve.boundary.errors import TooLargeError, shown
 from adaserve.boundary.grammar import _require_matchable
 from adaserve.boundary.grammar_check_budget import CHARACTERS, GRAMMAR, MAX_GRAMMAR_BUDGET, GrammarBudget
 from adaserve.boundary.limits import MAX_SAMPLES, MAX_TOP_LOGPROBS
+from adaserve.boundary.sampling import without_empty_stops
 
 V = 512
 LIMITS = Limits(vocab_size=V)
@@ -45,7 +46,7 @@ REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
     *(({"stop_token_ids": [bad]}, r"stop_token_ids\[0\] must be a token id from 0 to 511")
       for bad in (-1, V, 2**31, 2**70, True, 1.0, "5")),
     ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
-    *(({"stop_regex": bad}, "stop_regex.* must be text of 0 to 256 characters") for bad in (5, 10**5000, ["a", [10**5000]])),
+    *(({"stop_regex": bad}, "stop_regex.* must be text of 1 to 256 characters") for bad in (5, 10**5000, [""], ["a", [10**5000]])),
     *(({"logit_bias": {bad: 1.0}}, "logit_bias needs keys from 0 to 511")
       for bad in ("-1", str(V), "x", "", " 1", "1_0", "٣", "9" * 5000, "01", "0000000005")),
     *(({"logit_bias": {"3": bad}}, r"logit_bias\[3\] must be a number from -1e\+06 to 1e\+06")
@@ -70,6 +71,7 @@ REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
       for name in ("frequency_penalty", "presence_penalty") for bad in (NAN, INF, 2.1, -3)),
     ({"stop": 5}, "stop must be text"),
     ({"stop": ["a", 5]}, r"stop\[1\] must be text"),
+    ({"stop": ["a", ""]}, r"stop\[1\] must be text of 1 to 512 characters, got ''"),
     ({"stop": ["a"] * 33}, "stop takes at most 32"),
     ({"stop": "\ud800"}, "not a character of UTF-8"),
     ({"ignore_eos": 1}, "ignore_eos must be true or false"),
@@ -181,12 +183,13 @@ ACCEPTED: list[dict[str, Any]] = [
     {"input_ids": [1], "token_ids_logprob": 5},
     {"input_ids": [1], "image_data": [None], "video_data": [], "audio_data": [[None]]},
     {"input_ids": [1], "sampling_params": {
-        "max_new_tokens": 2**31 - 1, "min_new_tokens": 0, "stop": ["", "x"], "stop_token_ids": [0, None],
+        "max_new_tokens": 2**31 - 1, "min_new_tokens": 0, "stop": ["a", "x"], "stop_token_ids": [0, None],
         "stop_regex": ["[0-9]{1,20}x", "a|b"], "temperature": 0, "top_p": 1, "top_k": V, "min_p": 0.5,
         "frequency_penalty": -2, "presence_penalty": 2, "repetition_penalty": 2, "n": MAX_SAMPLES,
         "ignore_eos": True, "stream_interval": 1, "logit_bias": {"0": -100, str(V - 1): 5.5},
         "sampling_seed": -(2**63), "custom_params": {"slo_class": "chat", "x": [1, {"a": None}], "f": 0.5},
     }},
+    *({"input_ids": [1], "sampling_params": {name: nothing}} for name in ("stop", "stop_regex") for nothing in ("", [])),
     *({"input_ids": [1], "sampling_params": {"top_k": k}} for k in (-1, V + 1, 2**31 - 1)),
     {"input_ids": [1], "sampling_params": {"top_k": 1 << 30, "top_p": 5e-324, "json_schema": "$$ANY$$"}},
 ]  # fmt: skip
@@ -424,9 +427,7 @@ def test_stop_expressions_that_are_refused(pattern: str) -> None:
         check_request({"input_ids": [1], "sampling_params": {"stop_regex": pattern}}, LIMITS)
 
 
-@pytest.mark.parametrize(
-    "pattern", ["", "abc", r"\n\d{1,3}\.", "[.!?][ ]{0,5}$", "(yes|no)", "a{3}", "(ab)?c"]
-)
+@pytest.mark.parametrize("pattern", ["abc", r"\n\d{1,3}\.", "[.!?][ ]{0,5}$", "(yes|no)", "a{3}", "(ab)?c"])
 def test_stop_expressions_that_pass(pattern: str) -> None:
     check_request({"input_ids": [1], "sampling_params": {"stop_regex": [pattern]}}, LIMITS)
 
@@ -767,6 +768,15 @@ def test_min_p_is_refused_where_sglang_draws_by_seeds() -> None:
     with pytest.raises(RequestError, match=r"min_p must be 0 on this server, got 0\.1"):
         check_request(request, seeded)
     check_request({"input_ids": [1, 2], "sampling_params": {"min_p": 0}}, seeded)
+
+
+def test_a_stop_of_nothing_is_no_stop() -> None:
+    """SGLang finds it in every text, and the answer would be empty."""
+    empty, given = {"stop": "", "stop_regex": "", "n": 2}, {"stop": "a", "stop_regex": ["b"], "n": 2}
+    assert without_empty_stops([empty, given]) == [{"n": 2}, given]
+    assert without_empty_stops(empty) == {"n": 2} and empty["stop"] == "", "the caller's own is changed"
+    for nothing in (None, {}, {"stop": None}, {"stop": []}):
+        assert without_empty_stops(nothing) == nothing
 
 
 def test_biases_are_judged_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
         (ChatCompletionRequest, {"seed": 2**63}, "seed must be an integer from -9223372036854775808 to 9223372036854775807, got 9223372036854775808"),
         (ChatCompletionRequest, {"temperature": -0.5}, "temperature must be a number from 0 to 1000, got -0.5"),
         (ChatCompletionRequest, {"stop": ["a"] * 40}, "stop takes at most 32 entries, got 40"),
-        (ChatCompletionRequest, {"logit_bias": {"999999": 1}}, "logit_bias needs keys from 0 to 511, written as text, got '999999'"),
+        (ChatCompletionRequest, {"logit_bias": {"999999": 1}}, "logit_bias needs keys from 0 to 511, written as text without leading zeros, got '999999'"),
         (ChatCompletionRequest, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
          "response_format: a $ref leads back to itself"),
     ],
