@@ -3,7 +3,8 @@
 Why: a body of 8 MB keeps the loop for 7 to 18 s, on every route that takes text, and meanwhile nobody gets a
 token, and ``/health`` no answer. So the server's tokenizer looks at the beginning of a long text first
 (``adaserve/boundary/prompts.py``), the prompts of a batch let others in between, and requests that hand over
-many texts at once are limited.
+many texts at once are limited. For ``/v1/rerank`` SGLang renders a template with each document in one go, and
+compiles it anew each time: 65,000 documents of a letter, which fit into a body, took a minute.
 
 The same tokenizer renders chat templates. SGLang refuses templates of clients, which can loop for ever, but
 not on ``/v1/responses`` and ``/v1/decisions``; and nowhere other arguments of the renderer, which allocate
@@ -47,6 +48,9 @@ def register() -> None:
     hook(f"{score}.score_request", _few_items, HookType.BEFORE)
     decisions = "sglang.srt.entrypoints.openai.serving_decisions._encode_all"
     hook(decisions, _few_questions, HookType.AROUND)
+    rerank = "sglang.srt.entrypoints.openai.serving_rerank"
+    hook(f"{rerank}.OpenAIServingRerank._validate_request", _few_documents, HookType.BEFORE)
+    hook(f"{rerank}._get_jinja_env", _compiling_once, HookType.AROUND)
     tokenize = "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingTokenize"
     hook(f"{tokenize}._handle_non_streaming_request", _few_prompts, HookType.AROUND)
 
@@ -121,6 +125,25 @@ def _few_items(self: Any, query: Any = None, items: Any = None, *_: Any, **__: A
             len(item) for item in items if isinstance(item, str | list)
         )
         require_few_scored("items", len(items), size)
+
+
+def _few_documents(_: Any, request: Any) -> None:
+    """``request``: of ``/v1/rerank``; query and instruction are rendered with each document."""
+    repeated = len(request.instruct or "") + _characters(request.query)
+    size = repeated * len(request.documents) + sum(map(_characters, request.documents))
+    require_few_scored("documents", len(request.documents), size)
+
+
+def _characters(content: Any) -> int:
+    """Of a text, or of the texts among other parts."""
+    return len(content) if isinstance(content, str) else sum(len(getattr(p, "text", "")) for p in content)
+
+
+@functools.cache
+def _compiling_once(original: Callable[[], Any]) -> Any:
+    environment = original()
+    environment.from_string = functools.lru_cache(maxsize=1)(environment.from_string)
+    return environment
 
 
 async def _few_questions(original: Callable[..., Awaitable[Any]], encoded: Iterator[Any]) -> Any:

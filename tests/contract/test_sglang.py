@@ -206,6 +206,8 @@ TARGETS = {
         "self", "query", "items",
     ],
     f"{OPENAI}.serving_decisions._encode_all": ["encoded"],
+    f"{OPENAI}.serving_rerank.OpenAIServingRerank._validate_request": ["self", "request"],
+    f"{OPENAI}.serving_rerank._get_jinja_env": [],
     f"{OPENAI}.serving_responses.OpenAIServingResponses._make_request": ["self", "request"],
     f"{OPENAI}.serving_responses.OpenAIServingResponses.responses_full_generator": ["self", "request"],
     f"{OPENAI}.serving_responses.OpenAIServingResponses.__init__": ["self"],

@@ -219,6 +219,8 @@ def texts() -> Iterator[Attack]:
     )
     score = {"model": "m", "query": "a" * 10_000, "items": ["b"] * 4000, "label_token_ids": [5]}
     yield Attack("items after a long query", "/v1/score", score, "send it in parts")
+    rerank = {"query": "a", "documents": ["b"] * 5000}
+    yield Attack("many documents", "/v1/rerank", rerank, "documents: a request may become at most")
     many = {**decisions, "questions": [{**question, "id": str(i)} for i in range(5000)]}
     yield Attack("many questions", "/v1/decisions", many, "")
     wrong = [{"role": "nobody", "content": 5}] * 20_000

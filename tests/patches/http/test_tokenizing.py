@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.entrypoints.openai import serving_rerank
 from sglang.srt.entrypoints.openai.parallel_prompt_encode import _build_plan
+from sglang.srt.entrypoints.openai.protocol import V1RerankReqInput
 from transformers import AutoTokenizer
 
 from adaserve.boundary import RequestError
 from adaserve.pair.folders import weights_folder
-from adaserve.patches.http.tokenizing import _between_others, _few_items, _few_questions, guard
+from adaserve.patches.http.tokenizing import (
+    _between_others,
+    _compiling_once,
+    _few_documents,
+    _few_items,
+    _few_questions,
+    guard,
+)
 
 CONTEXT = 100
 CHAT = [{"role": "user", "content": "def main():"}]
@@ -85,6 +96,39 @@ def test_a_score_makes_so_many_prompts() -> None:
     for query, items in (("a" * 10_000_000, ["b"] * 1000), ([5] * 2000, [[6]] * 4000), ("a", ["b"] * 5000)):
         with pytest.raises(RequestError, match="send it in parts"):
             _few_items(None, query, items)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"query": "a" * 1000, "documents": ["b" * 20] * 4000}, False),
+        ({"query": "a", "documents": ["b"] * 4097}, True),
+        ({"query": "a" * 10_000, "documents": ["b"] * 500}, True),
+        ({"query": "a", "instruct": "c" * 10_000, "documents": ["b"] * 500}, True),
+        ({"query": "a", "documents": ["b" * 10_000] * 500}, True),
+        ({"query": [{"type": "text", "text": "a" * 10_000}], "documents": ["b"] * 500}, True),
+        ({"query": "a", "documents": [[{"type": "text", "text": "b" * 10_000}]] * 500}, True),
+    ],
+)  # fmt: skip
+def test_documents_are_few(fields: dict[str, Any], refused: bool) -> None:
+    with pytest.raises(RequestError, match="documents: a request may become") if refused else nullcontext():
+        _few_documents(None, V1RerankReqInput(**fields))
+
+
+def test_a_template_is_compiled_once_for_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a millisecond, in the HTTP event loop."""
+    kept = functools.partial(_compiling_once, serving_rerank._get_jinja_env)
+    monkeypatch.setattr(serving_rerank, "_get_jinja_env", kept)
+    compiled = kept().compile
+
+    def compile_once(*given: Any, **more: Any) -> Any:
+        monkeypatch.setattr(kept(), "compile", None)
+        return compiled(*given, **more)
+
+    monkeypatch.setattr(kept(), "compile", compile_once)
+    template = "{{ messages[0].content }}/{{ messages[1].content }}/{{ instruct | default('none') }}"
+    render = functools.partial(serving_rerank._render_jinja_chat_template, template, query="a", instruct=None)
+    assert [render(document=text) for text in ("b", "c")] == ["a/b/none", "a/c/none"]
 
 
 def test_questions_about_a_long_input_are_few() -> None:
