@@ -52,6 +52,10 @@ _SESSIONS = {"session_params": "continue the session on /generate"}
 answers as if nothing had been said before."""
 
 
+_BACKGROUND = {"background": "stay connected until the answer is there, or use it on /v1/responses"}
+"""On SGLang's own routes it would keep a request running whose client has left, and nobody could read it."""
+
+
 def _fields(use: str, *known: str) -> dict[str, str]:
     fields = INSTEAD | _SESSIONS | dict.fromkeys(CONSTRAINTS, use)
     return {name: use for name, use in fields.items() if name not in known}
@@ -66,7 +70,7 @@ _ROUTES = {
     "/v1/responses": _fields("use text.format")
     | dict.fromkeys(("conversation", "prompt"), "send all of the input"),
     "/v1/messages": _fields("use output_config.format", "output_config"),
-    "/generate": _fields("use json_schema, regex or ebnf in sampling_params", *_SESSIONS),
+    "/generate": _fields("use json_schema, regex or ebnf in sampling_params", *_SESSIONS) | _BACKGROUND,
     "/api/chat": _fields("use response_format of /v1/chat/completions")
     | {"tools": "use tools of /v1/chat/completions"},
     "/api/generate": _fields("use response_format of /v1/completions")
@@ -186,7 +190,10 @@ def _require_served_draws(options: Any) -> None:
 
 def _require_parameters(body: Mapping[str, Any]) -> None:
     """Raises RequestError for what is said beside ``parameters``, or beside a prompt, and not read."""
-    instances = body.get("instances")
+    parameters, instances = body.get("parameters"), body.get("instances")
+    for name, use in _BACKGROUND.items() if isinstance(parameters, Mapping) else ():
+        if parameters.get(name):
+            raise RequestError(f"parameters.{name} is not served: {use}")
     prompts = enumerate(instances if isinstance(instances, list) else ())
     beside_prompts = [(f"instances[{i}].", _BESIDE_A_PROMPT, prompt) for i, prompt in prompts]
     for where, names, said in [("", _BESIDE_PARAMETERS, body), *beside_prompts]:

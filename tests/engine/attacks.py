@@ -188,6 +188,7 @@ def rest() -> Iterator[Attack]:
     yield native("custom_params as text", "custom_params", {"custom_params": "x"})
     for name in ("stop", "stop_regex"):
         yield native(f"{name} of nothing", f"{name}[0] must be text of 1 to", {name: [""]})
+    yield native("an answer that nobody waits for", "background is not served", background=True)
     yield native("beam search", "beam_width", {"beam_width": 4})
     yield native("hidden states of a single prompt", "one value for one prompt", return_hidden_states=[False])
     yield native("positions to pool", "token_indices_to_pool", token_indices_to_pool=[10**9])

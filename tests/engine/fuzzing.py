@@ -145,7 +145,7 @@ LEGAL: dict[str, list[Any]] = {
     "sampling_logprobs_mode": ["selected", "support"], "extra_key": ["k", ""], "cache_salt": ["s", ""],
     "bootstrap_host": ["127.0.0.1"], "bootstrap_port": [1], "bootstrap_room": [0, 2**63 - 1], "bootstrap_pair_key": ["p"],
     "decode_tp_size": [1, 2], "session_params": [{"id": "s"}, {"id": "s", "rid": "one"}, {}],
-    "session_id": ["s"], "stream": FLAG, "log_metrics": FLAG, "no_logs": FLAG, "background": FLAG, "require_reasoning": FLAG,
+    "session_id": ["s"], "stream": FLAG, "log_metrics": FLAG, "no_logs": FLAG, "background": [False], "require_reasoning": FLAG,
     "return_text_in_logprobs": FLAG, "return_flat_raw_top_logprobs": FLAG, "return_flat_raw_output_top_logprobs": FLAG,
     "return_flat_raw_top_logprobs_b64": FLAG, "return_routed_experts": FLAG, "return_indexer_topk": FLAG, "return_bytes": FLAG,
     "return_entropy": FLAG, "return_hidden_states": [False], "return_prompt_token_ids": FLAG, "use_audio_in_video": FLAG, "routed_experts_start_len": [0, 3],

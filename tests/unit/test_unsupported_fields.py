@@ -69,6 +69,8 @@ SCHEMA = {"type": "object"}
         (GENERATE, {"json_schema": "{}"}, "json_schema is not served here: put it into sampling_params"),
         (GENERATE, {"temperature": 0}, "temperature is not served here: put it into sampling_params"),
         (GENERATE, {"guided_json": SCHEMA}, "guided_json is not served: use json_schema, regex or ebnf in"),
+        (GENERATE, {"background": True}, "background is not served: stay connected until the answer is"),
+        (VERTEX, {"parameters": {"background": True}}, "parameters.background is not served: stay connected"),
         ("/api/chat", {"format": "json"}, "format is not served: use response_format of /v1"),
         ("/api/chat", {"tools": [{"type": "function"}]}, "tools is not served: use tools of /v1/chat"),
         ("/api/chat", {"messages": [5, {"images": ["AAAA"]}]}, "messages[1].images is not served: use"),
@@ -168,6 +170,10 @@ def test_wishes_are_served_where_they_are_read(path: str, name: str) -> None:
         (GENERATE, {"sampling_params": {"regex": "a"}, "temperature": None, "watermark": {}}),
         (GENERATE, {"session_params": {"id": "s"}}),
         (COMPLETIONS, {"session_params": {}, "session_id": "s"}),
+        (GENERATE, {"background": False}),
+        (RESPONSES, {"background": True, "store": True}),
+        (VERTEX, {"parameters": {"background": None}}),
+        (VERTEX, {"parameters": 5}),  # for the route to judge
         ("/v1/embeddings", {"format": "float"}),
         (VERTEX, {"instances": [{"text": "a", "id": 5, "stream": None}], "parameters": {"stream": True}}),
         (VERTEX, {"instances": 5}),  # for the route to judge
@@ -199,5 +205,5 @@ def test_nothing_is_refused_that_sglang_serves(path: str, model: type[BaseModel]
 
 
 def test_no_field_of_a_native_request_is_taken_for_one_of_sampling() -> None:
-    for name in GenerateReqInput.__dataclass_fields__:
+    for name in GenerateReqInput.__dataclass_fields__.keys() - {"background"}:
         require_supported_fields({name: 1}, GENERATE)
