@@ -194,6 +194,11 @@ class SLOConfig(Checked):
                 raise SLOError(f"class {name!r} has the name {cls.name!r}: leave it out")
         if self.default_class is not None and self.default_class not in self.classes:
             raise SLOError(f"default_class {self.default_class!r} is not one of: {self._names()}")
+        if DEFAULT_CLASS in self.classes and self.default_class not in (None, DEFAULT_CLASS):
+            raise SLOError(
+                f"nobody could ask for the class 'default', since 'default' means {self.default_class!r}: "
+                "give it another name, or leave default_class out"
+            )
         return self
 
     @classmethod

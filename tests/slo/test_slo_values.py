@@ -39,6 +39,12 @@ def test_precedence_is_body_header_class_default() -> None:
     assert ask({}, None, config).slo_class == "summarization"
 
 
+@pytest.mark.parametrize("named", [None, "default"])
+def test_a_class_named_default_is_that_of_requests_that_name_none(named: str | None) -> None:
+    config = SLOConfig(classes={"default": {"tpot_ms": 40}, "a": {"tpot_ms": 50}}, default_class=named)
+    assert ask({}, None, config).tpot_s == ask({"x-slo-class": "default"}, None, config).tpot_s == 0.04
+
+
 SPECULATION = "x-adaserve-speculation"
 
 
@@ -437,6 +443,7 @@ def test_config_file(tmp_path: Path) -> None:
         ("classes: {}\nlimits: {never_learn: anonymous}", "is 'anonymous': it should be a list"),
         ("classes: {custom: {}}", "reserved"),
         ("classes: {a: {}}\ndefault_class: z", "not one of"),
+        ("classes: {a: {}, default: {}}\ndefault_class: a", "nobody could ask for the class 'default'"),
         ("classes: {a: {name: b, tpot_ms: 50}}", "class 'a' has the name 'b': leave it out"),
         ("classes: {}\nlimits: {least_tpot_ms: 0}", "limits: least_tpot_ms is 0"),
         ("classes: {}\nlimits: {tenant_share: 1.5}", "limits: tenant_share is 1.5.*less than or equal to 1"),
