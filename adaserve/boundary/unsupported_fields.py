@@ -52,7 +52,7 @@ _SESSIONS = {"session_params": "continue the session on /generate"}
 answers as if nothing had been said before."""
 
 
-_BACKGROUND = {"background": "stay connected until the answer is there, or use it on /v1/responses"}
+_NO_BACKGROUND = "stay connected until the answer is there, or use it on /v1/responses"
 """On SGLang's own routes it would keep a request running whose client has left, and nobody could read it."""
 
 
@@ -70,7 +70,8 @@ _ROUTES = {
     "/v1/responses": _fields("use text.format")
     | dict.fromkeys(("conversation", "prompt"), "send all of the input"),
     "/v1/messages": _fields("use output_config.format", "output_config"),
-    "/generate": _fields("use json_schema, regex or ebnf in sampling_params", *_SESSIONS) | _BACKGROUND,
+    "/generate": _fields("use json_schema, regex or ebnf in sampling_params", *_SESSIONS)
+    | {"background": _NO_BACKGROUND},
     "/api/chat": _fields("use response_format of /v1/chat/completions")
     | {"tools": "use tools of /v1/chat/completions"},
     "/api/generate": _fields("use response_format of /v1/completions")
@@ -191,9 +192,8 @@ def _require_served_draws(options: Any) -> None:
 def _require_parameters(body: Mapping[str, Any]) -> None:
     """Raises RequestError for what is said beside ``parameters``, or beside a prompt, and not read."""
     parameters, instances = body.get("parameters"), body.get("instances")
-    for name, use in _BACKGROUND.items() if isinstance(parameters, Mapping) else ():
-        if parameters.get(name):
-            raise RequestError(f"parameters.{name} is not served: {use}")
+    if isinstance(parameters, Mapping) and parameters.get("background"):
+        raise RequestError(f"parameters.background is not served: {_NO_BACKGROUND}")
     prompts = enumerate(instances if isinstance(instances, list) else ())
     beside_prompts = [(f"instances[{i}].", _BESIDE_A_PROMPT, prompt) for i, prompt in prompts]
     for where, names, said in [("", _BESIDE_PARAMETERS, body), *beside_prompts]:
