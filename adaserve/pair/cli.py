@@ -17,7 +17,14 @@ from adaserve.host.cache import cache_folder
 from adaserve.host.cores import usable_cores
 from adaserve.host.files import write_json
 from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, has_weights, weights_folder
-from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, require_family, shape_of
+from adaserve.pair.shape import (
+    HEAD_KV_HEADS,
+    HEAD_MLP,
+    HEAD_VOCABULARY,
+    require_family,
+    require_short_ids,
+    shape_of,
+)
 from adaserve.terminal import say
 
 app = typer.Typer(help="Train, measure and widen the embedded target and draft.", no_args_is_help=True)
@@ -62,7 +69,11 @@ def _with(pair: Path | None, *models: str) -> Path:
     for model in models:
         if not has_weights(folder / model):
             raise PairError(f"{folder} holds no {model}: give a folder with {' and '.join(models)} in it")
-        require_family(read_config(folder / model))
+        config = read_config(folder / model)
+        require_family(config)
+        require_short_ids(config)
+    if not (folder / models[0] / "tokenizer.json").exists():
+        raise PairError(f"{folder / models[0]} has no tokenizer.json, in whose vocabulary text is written")
     return folder
 
 

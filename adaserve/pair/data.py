@@ -17,7 +17,7 @@ from adaserve.pair.corpus import Document, read_documents
 from adaserve.pair.tokenizer import as_hugging_face, load_tokenizer, train_tokenizer
 from adaserve.pair.vocabulary import BOS_ID, EOS_ID
 
-Tokens = npt.NDArray[np.uint16]
+Tokens = npt.NDArray[np.uint16]  # of vocabularies of up to MAX_VOCABULARY
 _TOKENIZER_SAMPLE_CHARS = 12_000_000
 
 

@@ -21,7 +21,8 @@ from adaserve.pair.schedule import Stage
 from adaserve.pair.tokenizer import same_vocabulary
 from adaserve.pair.train_head import train_eagle
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
+"""A model of somebody else's may lack any but the last."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,14 @@ class Recipe:
 def settle(run: Path, corpus: Path, out: Path) -> None:
     """The shipped form of a trained model, tokenizer included; from here on it is the model."""
     pack(run, out)
+    _copy_tokenizer(corpus, out)
+
+
+def _copy_tokenizer(start: Path, to: Path) -> None:
+    """The file that is asked for comes last: where it is, all are there."""
     for file in TOKENIZER_FILES:
-        shutil.copy(corpus / file, out / file)
+        if (start / file).exists():
+            shutil.copy(start / file, to / file)
 
 
 def ensure_corpus(work: Path, *, seed: int, start: Path | None = None) -> Path:
@@ -66,9 +73,8 @@ def ensure_corpus(work: Path, *, seed: int, start: Path | None = None) -> Path:
 
 def _take_vocabulary(model: Path, corpus: Path) -> None:
     """Another interpreter's library would give another vocabulary, and trained weights need theirs."""
-    if not (corpus / TOKENIZER_FILES[0]).exists():
-        for file in reversed(TOKENIZER_FILES):  # the one that is asked for last: where it is, all are there
-            shutil.copy(model / file, corpus / file)
+    if not (corpus / TOKENIZER_FILES[-1]).exists():
+        _copy_tokenizer(model, corpus)
     elif not same_vocabulary(corpus, model):
         raise PairError(
             f"{corpus} was encoded with another vocabulary than {model}: give another --work folder"

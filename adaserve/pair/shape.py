@@ -43,6 +43,8 @@ TARGET = Shape()
 DRAFT = replace(TARGET, layers=2, mlp=512)
 MEDUSA_DEPTH, MEDUSA_LAYERS = 4, 2
 HEAD_VOCABULARY, HEAD_MLP, HEAD_KV_HEADS = 2048, 256, 1
+MAX_VOCABULARY = 1 << 16
+"""Tokens of a model that is trained: text is kept as 16-bit ids."""
 MIN_SIZE = 100_000
 """Parameters. The pair that ships has more, and a smaller size leaves any pair as it is."""
 _UNITS = {"K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
@@ -108,6 +110,15 @@ def require_family(config: dict[str, Any]) -> None:
             raise PairError(f"a model with {name} {config.get(name)} in its config.json {_OTHER} ({value})")
     if rope.get("rope_type", "default") != "default" or config.get("rope_scaling"):
         raise PairError(f"a model whose rotary embedding is scaled {_OTHER}")
+
+
+def require_short_ids(config: dict[str, Any]) -> None:
+    """Raises PairError for a model whose training text has no room for its token ids."""
+    if config["vocab_size"] > MAX_VOCABULARY:
+        raise PairError(
+            f"a vocabulary of {config['vocab_size']} tokens cannot be trained here: training text has 16 "
+            f"bits for each token, which is enough for {MAX_VOCABULARY}"
+        )
 
 
 def parse_size(size: int | str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,24 @@ def test_a_wrong_pair_is_refused_before_the_corpus_is_made(command: str, why: st
     (tmp_path / "none" / "target").symlink_to(weights_folder() / "target")
     got = CliRunner().invoke(app, [*words, "--mlp", "800"] if command == "train-head" else words)
     assert got.exit_code == 2 and why in got.output
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("command", ["extend", "train-head"])
+def test_a_pair_of_somebody_elses_is_looked_at_before_the_corpus_is_made(
+    command: str, tmp_path: Path
+) -> None:
+    """Ids would be cut to 16 bits, and a missing tokenizer found once the text had been downloaded."""
+    pair = shutil.copytree(weights_folder(), tmp_path / "pair")
+    words = ["pair", command, "--pair", str(pair), "--work", str(tmp_path / "work")]
+    config = pair / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 128_256}))
+    got = CliRunner().invoke(app, words)
+    assert got.exit_code == 2 and "a vocabulary of 128256 tokens cannot be trained here" in got.output
+    shutil.copy(weights_folder() / "target" / "config.json", config)
+    (pair / "target" / "tokenizer.json").unlink()
+    got = CliRunner().invoke(app, words)
+    assert got.exit_code == 2 and "has no tokenizer.json" in got.output
     assert not (tmp_path / "work").exists()
 
 

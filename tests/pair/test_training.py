@@ -288,6 +288,12 @@ def test_trained_weights_need_text_in_their_own_vocabulary(
     (corpus / "tokenizer.json").write_text("{}")
     with pytest.raises(PairError, match="another vocabulary"):
         ensure_corpus(tmp_path, seed=0, start=start)
+    (bare := tmp_path / "bare" / "target").mkdir(parents=True)
+    copy(start / "target" / "tokenizer.json", bare)  # as of a model without a chat template
+    for name in export.TOKENIZER_FILES:
+        (corpus / name).unlink()
+    ensure_corpus(tmp_path, seed=0, start=bare.parent)
+    assert load_tokenizer(corpus).to_str() == load_tokenizer(bare).to_str()
 
 
 def test_a_draft_goes_on_while_its_target_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
