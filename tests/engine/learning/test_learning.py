@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from adaserve.host.device import DEVICE_PATH_ENV
 from tests.engine.conftest import POLICIES, Served, adaserve_server
 from tests.engine.harness import Job, Server, Zygote, run_jobs, whole_texts, workload
+from tests.engine.pairs import VOCAB
 from tests.engine.test_greedy import assert_same
 from tests.engine.test_heads import assert_best
 from tests.engine.test_sampling import SMALLEST_P, comparisons, sample
@@ -70,15 +71,19 @@ def learning_head(
         server.assert_idle_and_clean()
 
 
-@pytest.fixture(params=["noisy", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.fixture(params=["noisy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle3", "map"))])
 def by_gpu_code(
     request: pytest.FixtureRequest, zygote: Zygote, headed_pair: Path, pair: Path, tmp_path: Path
 ) -> Iterator[tuple[Served, Path]]:
-    """The code of GPUs on a CPU, under policies of every kind; and the target's folder."""
-    name = str(request.param)
+    """The code of GPUs on a CPU, under policies of every kind; and the target's folder. ``map``: a draft that
+    knows half of the tokens."""
+    name, more = str(request.param), dict[str, Any]()
+    if name == "map":
+        name, more = "noisy", {"speculative-token-map": tmp_path / "tokens.pt"}
+        torch.save(list(range(0, VOCAB, 2)), tmp_path / "tokens.pt")
     models = headed_pair if name == "eagle3" else pair
     options = {"rotate": POLICIES, "swap": [7, str(models / name)], "audit_every": 1 << 20}
-    server, probe = adaserve_server(tmp_path, models, name, LEARNING, options, overlap=True)
+    server, probe = adaserve_server(tmp_path, models, name, LEARNING, options, overlap=True, **more)
     server.environment[DEVICE_PATH_ENV] = "1"
     with server.running(zygote):
         yield Served(name, server, probe), models / "target"
