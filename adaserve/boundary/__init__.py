@@ -9,6 +9,7 @@ from adaserve.boundary.limits import Limits
 from adaserve.boundary.request import (
     OF_MEDIA,
     check_all_logprobs,
+    check_all_prompts,
     check_logprobs,
     check_prompt,
     check_request,
@@ -19,6 +20,7 @@ __all__ = [
     "Limits",
     "RequestError",
     "check_all_logprobs",
+    "check_all_prompts",
     "check_logprobs",
     "check_prompt",
     "check_request",

@@ -58,6 +58,10 @@ MAX_COPIES_BYTES = 1 << 28
 """Of all answers of a request together, what each is given a copy of, by a guess: its sampling parameters and
 all else but the prompt. Biases of 100,000 tokens, a body of 2 MB, took 52 GB with 4096 answers."""
 
+MAX_PROMPT_TOKENS = 1 << 26
+"""Of all answers of a request together, each of which has a copy of its prompt, 8 bytes per token: a body of
+32 MB, with 128 answers for each prompt, would take 6 GB."""
+
 VALUE_BYTES = 64
 """What a value takes besides its characters."""
 

@@ -15,6 +15,7 @@ from adaserve.boundary.limits import (
     MAX_COPIES_BYTES,
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
+    MAX_PROMPT_TOKENS,
     MAX_REPEATED_LOGPROBS,
     MAX_TOP_LOGPROBS,
     Limits,
@@ -239,6 +240,15 @@ def check_logprobs(
                 f"{what} may have at most {most} log probabilities, got {each} at each of {positions} tokens"
             )
     return total
+
+
+def check_all_prompts(total: int) -> None:
+    """Checks the prompt tokens of all answers of a request. Raises RequestError."""
+    if total > MAX_PROMPT_TOKENS:
+        raise RequestError(
+            f"the prompts of all answers of a request, its prompts times n, may have at most "
+            f"{MAX_PROMPT_TOKENS} tokens together, got {total}: send it in parts"
+        )
 
 
 def check_all_logprobs(total: int) -> None:

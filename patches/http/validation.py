@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -30,6 +31,7 @@ from adaserve.boundary import (
     Limits,
     RequestError,
     check_all_logprobs,
+    check_all_prompts,
     check_logprobs,
     check_prompt,
     check_request,
@@ -54,9 +56,17 @@ REPEATS: ContextVar[bool] = ContextVar("adaserve_repeats", default=False)
 """Whether the request at hand is a stream whose outputs hold all that came before them, as on ``/generate``.
 The other routes send what is new."""
 
-_logprobs: ContextVar[list[int]] = ContextVar("adaserve_logprobs")
-"""Log probabilities that the prompts so far of the request at hand ask for, in its one entry: all tasks that
-serve the request count in it."""
+
+@dataclass(slots=True)
+class _Asked:
+    """Of the prompts so far of the request at hand, for all their answers."""
+
+    prompt_tokens: int = 0
+    logprobs: int = 0
+
+
+_asked: ContextVar[_Asked] = ContextVar("adaserve_asked")
+"""All tasks that serve the request count in it."""
 
 
 def register() -> None:
@@ -107,7 +117,7 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
         if manager.is_generation and not asks_for_health(request):
             raise RequestError("this server generates text: embeddings, rewards and classes are not served")
         return
-    _logprobs.set([0])
+    _asked.set(_Asked())
     limits = limits_of(manager, _grammar_of_tools(obj, request))
     check_request(vars(obj), limits)
     obj.sampling_params = without_empty_stops(obj.sampling_params)
@@ -158,6 +168,9 @@ def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:
     if input_ids is not None:
         continues = bool(getattr(obj, "session_params", None))
         check_prompt(len(input_ids), getattr(obj, "logprob_start_len", None), continues)
+        so_far = _asked.get(_Asked())
+        so_far.prompt_tokens += len(input_ids) * _samples(obj)
+        check_all_prompts(so_far.prompt_tokens)
         if getattr(obj, "return_logprob", None):
             _check_logprobs(obj, len(input_ids), self.model_config.context_len)
 
@@ -178,9 +191,13 @@ def _check_logprobs(obj: Any, prompt: int, context: int) -> None:
     new = left if asked is None else min(asked, left)
     each = 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ())
     held = check_logprobs(told, new, each, repeated=REPEATS.get(), after_others=after_others)
-    so_far = _logprobs.get([0])
-    so_far[0] += held * (obj.sampling_params.get("n") or 1)
-    check_all_logprobs(so_far[0])
+    so_far = _asked.get(_Asked())
+    so_far.logprobs += held * _samples(obj)
+    check_all_logprobs(so_far.logprobs)
+
+
+def _samples(obj: Any) -> int:
+    return (getattr(obj, "sampling_params", None) or {}).get("n") or 1
 
 
 async def _detokenize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adaserve.boundary import RequestError
-from adaserve.patches.http.validation import _check_tokens, _logprobs
+from adaserve.patches.http.validation import _Asked, _asked, _check_tokens
 
 CONTEXT = 8192
 
@@ -85,10 +85,24 @@ def test_all_answers_of_a_request_count_together() -> None:
         check(10, {"max_new_tokens": 1000, "n": 5}, **large)
 
     def batch(prompts: int) -> None:
-        _logprobs.set([0])
+        _asked.set(_Asked())
         for _ in range(prompts):
             check(200, {"max_new_tokens": 50}, logprob_start_len=0, **large)
 
     contextvars.copy_context().run(batch, 16)
     with pytest.raises(RequestError, match="together, got 4250000"):
         contextvars.copy_context().run(batch, 17)
+
+
+def test_all_prompts_of_a_request_count_together() -> None:
+    """Each answer has a copy of its prompt."""
+    params: dict[str, Any] = {"n": 128}
+
+    def batch(prompts: int) -> None:
+        _asked.set(_Asked())
+        for _ in range(prompts):
+            check(CONTEXT, params, return_logprob=False)
+
+    contextvars.copy_context().run(batch, 64)
+    with pytest.raises(RequestError, match="67108864 tokens together, got 68157440: send it in"):
+        contextvars.copy_context().run(batch, 65)
