@@ -199,8 +199,8 @@ class AdaServeConfig(Checked):
         ge=0,
         lt=1e9,
         description="mixed, slack: a prompt that would make running requests miss their SLOs is given up "
-        "when its TTFT SLO is nearly due. From then on it waits for room; once in this time one of those that "
-        "were given up starts in any case (0 = none is given up)",
+        "when its TTFT SLO is nearly due. From then on it waits for room; once in this time one of those "
+        "that were given up starts in any case (0 = none is given up)",
     )
 
     shed: bool = Field(
