@@ -30,6 +30,7 @@ from adaserve.bench.sweep.systems import (
 )
 from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
 from adaserve.bench.sweep.tuning import chosen_text
+from adaserve.config import PREFILLS
 from adaserve.host.files import write_json
 from adaserve.slo.run_summary import percent
 
@@ -153,10 +154,10 @@ def _page(results: Results, figures: Mapping[str, str]) -> str:
         f"{', '.join(_commits(results)) or host['git_sha']}; started {head['started']}.",
         "## Verdict",
         _verdict_text(results),
-        markdown.table(_VERDICT, _verdicts(results)),
+        *([markdown.table(_VERDICT, verdicts)] if (verdicts := _verdicts(results)) else []),
         *_judged(results, gated=False),
         *_judged(results, gated=True),
-        *_published(results),
+        *_one_by_one(results),
         *_stock(results),
         "## Figures",
         *(f"### {title}\n\n![{title}]({name})" for name, title in figures.items()),
@@ -214,10 +215,14 @@ def _rounds(head: Mapping[str, Any], name: str) -> str:
 def _verdict_text(results: Results) -> str:
     found = [c for p in results.points() if (c := results.against_best(p, results.default)) is not None]
     sentences = (
-        f"`{results.default}` against the best of the other systems as they are, chosen at each point by",
-        "what it attained (so its luck counts for it). Brackets are 90% intervals. A verdict says where the",
-        "whole bracket of `points` lies: above 0 is better, below 0 is below, anything else is unclear.",
-        f"{_counted(found)} `fewer violations`: the baseline's over ours.",
+        f"`{results.default}` against the best of the other systems as they are, chosen at each point by "
+        "what it attained (so its luck counts for it)."
+        if found
+        else "",
+        "Brackets are 90% intervals. A verdict says where the whole bracket of `points` lies: above 0 is",
+        "better, below 0 is below, anything else is unclear.",
+        _counted(found) if found else "",
+        "`fewer violations`: the baseline's over ours.",
         "`goodput`: ours over that of the baseline with the highest goodput.",
         *(
             f"`{theirs}`, the published rules, is not among the others: {_counted(rows)}"
@@ -226,7 +231,7 @@ def _verdict_text(results: Results) -> str:
             and (rows := [c for p in results.points() if (c := results.against(p, results.default, theirs))])
         ),
     )
-    return " ".join(sentences)
+    return " ".join(filter(None, sentences))
 
 
 def _counted(found: Sequence[Comparison]) -> str:
@@ -260,10 +265,11 @@ def _objectives(o: Outcome) -> tuple[str, str, str]:
     return both, tpot, ttft
 
 
-def _published(results: Results) -> list[str]:
-    """Ours against the published rules, as they are and with our gate."""
+def _one_by_one(results: Results) -> list[str]:
+    """Ours against the published rules, as they are and with our gate, and against itself with other modes of
+    prefills."""
     mine, parts = results.default, []
-    for theirs in (*PUBLISHED, *(n + GATE for n in PUBLISHED)):
+    for theirs in (*PUBLISHED, *(n + GATE for n in PUBLISHED), *(f"{mine}+{mode}" for mode in PREFILLS)):
         if theirs == mine:
             continue
         rows = [

@@ -119,8 +119,8 @@ class Simulator:
         return Block.total(blocks)
 
     def _replica(self, setting: System, server: Mapping[str, Any] | None) -> ReplicaConfig:
-        """``server``: what it counted. Prompts share forwards if they did there."""
-        rule = PrefillConfig if setting.prefill == "exclusive" else AdaServeConfig().for_prefills
+        """``server``: what it counted. Prompts share forwards if they did there. SGLang's own has no gate."""
+        rule = PrefillConfig if setting.prefill in (None, "exclusive") else AdaServeConfig().for_prefills
         prefill, mixed = rule(chunk_tokens=CHUNK_TOKENS), shared_forwards(server)
         return ReplicaConfig(
             self._latency, kv_tokens=65_536, max_running=MAX_RUNNING, mixed=mixed, prefill=prefill,

@@ -101,6 +101,6 @@ def is_baseline(policy: str) -> bool:
 def is_rival(name: str, gated: bool) -> bool:
     """Whether the default policy is judged against it: as it is, or with the same gate and prefills.
 
-    The published rules of AdaServe are compared in a table of their own."""
+    Compared in tables of their own are the published rules of AdaServe, and modes of prefills."""
     policy = bare(name)
-    return (name != policy) == gated and policy not in (default_policy(), *PUBLISHED)
+    return name == policy + GATE * gated and policy not in (default_policy(), *PUBLISHED)

@@ -245,6 +245,16 @@ def test_a_substitute_for_the_default_is_neither_its_own_rival_nor_taken_for_gat
     assert "Systems as they are" in page and "with the same gate and prefills for all, at" not in page
 
 
+def test_modes_of_prefills_are_compared_with_the_default_and_no_rivals(tmp_path: Path) -> None:
+    """The default policy with another mode has no other policy's rules, and other policies with one have not
+    our gate."""
+    plan = replace(PLAN, policies=("priced", "priced+slack", "turbospec+exclusive"), axes=("load",))
+    page = write_page(finished_sweep(tmp_path / "s", plan, tpot_ms)).read_text()
+    assert "`priced` against `priced+slack`:" in page and "| load0.60 |" in page
+    assert "Of 0 points" not in page and "| best baseline |" not in page
+    assert "Systems as they are" not in page and "with the same gate and prefills for all, at" not in page
+
+
 def test_both_slos_count_and_each_is_shown_alone(tmp_path: Path) -> None:
     store = finished_sweep(tmp_path / "s", PLAN, tpot_ms)
     for k, name in enumerate(("load0.60.priced.s0.b0", "load0.60.priced.s1.b1")):

@@ -135,7 +135,8 @@ def test_prompts_share_forwards_in_a_replay_if_they_did(tmp_path: Path) -> None:
     for server, mixed in (({"mixed": 7}, True), ({"mixed": 0}, False), ({}, False), (None, False)):
         replica = simulator._replica(priced, server)
         assert replica.mixed == mixed and replica.prefill.pacing == "slack" and replica.prefill.gate
-    assert simulator._replica(chain, {"mixed": 0}).prefill == PrefillConfig(256)
+    for without_gate in (chain, system("sglang")):
+        assert simulator._replica(without_gate, {"mixed": 0}).prefill == PrefillConfig(256)
 
 
 def test_drafts_take_what_they_took_under_load(tmp_path: Path) -> None:
