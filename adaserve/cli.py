@@ -271,9 +271,9 @@ def profile(
 
     Takes a minute or two with the embedded pair. After that `adaserve serve` uses the result.
     """
-    from adaserve.bench.profile import run_profile
-
     spec = server_spec(model, draft, size, split(flags, "--flags"), **settings(context))
+    with console.status("loading SGLang"):
+        from adaserve.bench.profile import run_profile
     run_profile(spec, out, console)
 
 

@@ -84,6 +84,11 @@ def build_schedule(config: BenchConfig) -> Schedule:
             trace = replace(trace, rows=trace.rows[: config.max_requests])
         if not trace.rows:
             raise LoadgenError("the schedule is empty: raise the rate or the duration, or check the window")
+        if max(row.arrival_s for row in trace.rows) < config.warmup_s:
+            raise LoadgenError(
+                f"nothing is left to measure: all {len(trace.rows)} requests are sent within the warm-up of "
+                f"{config.warmup_s:g} s"
+            )
         store = load_prompts(config.prompts, config.chars_per_token, _tokenizer(config.tokenizer))
         return _plan(config, trace, store)
     except (TraceError, SLOError) as e:

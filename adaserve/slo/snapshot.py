@@ -34,7 +34,7 @@ SMOOTHING = 5
 MIN_LOST = 10
 """So many requests without an SLO are worth a note."""
 FRESH_S = 5.0
-"""An idle scheduler reports no iterations. Figures older than this are no longer shown as current."""
+"""A scheduler with nothing to do tells no load. Figures older than this are no longer shown as current."""
 
 Points = list[float | None]
 

@@ -207,6 +207,14 @@ class SLOStats:
             if len(self._unpublished) == PUBLISHED_AT_ONCE:
                 self._publish(self._metrics)
 
+    def load(self, running: int, queue: int, kv_use: float) -> None:
+        """What runs and waits now, as far as anything does. Iterations say it too, but none ends while long
+        prompts are read."""
+        if running or queue:
+            last = self._state.last or IterationSample(0, *(0,) * 11)
+            self._state.last = msgspec.structs.replace(last, running=running, queue=queue, kv_use=kv_use)
+            self._state.last_at = self._clock()
+
     def _publish(self, metrics: ServerMetrics) -> None:
         """Tells Prometheus of the iterations since the last time."""
         samples, self._unpublished = self._unpublished, []

@@ -17,7 +17,7 @@ from adaserve.boundary import RequestError
 from adaserve.checked import shown
 from adaserve.config import PREFILLS
 from adaserve.patches import hook
-from adaserve.patches.scheduler.worker_interface import WorkerInterface, worker_of
+from adaserve.patches.scheduler.worker_interface import WorkerInterface, load_of, worker_of
 
 MODES: dict[str, str | None] = {**{name: name for name in PREFILLS}, "default": None}
 DRAFTS = ("first", "held", "present")
@@ -40,7 +40,11 @@ def register() -> None:
 
 
 def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
-    state["adaserve"] = worker_of(self.scheduler).report()
+    worker, load = worker_of(self.scheduler), load_of(self.scheduler)
+    kv_use = self.scheduler.pool_stats_observer.get_pool_stats().get_max_pool_usage()
+    queue = len(load.waiting) + (load.started is not None)
+    worker.ledger.stats.load(len(load.running), queue, kv_use)
+    state["adaserve"] = worker.report()
 
 
 def _change(_: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:

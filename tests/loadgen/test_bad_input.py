@@ -218,6 +218,12 @@ def test_options(option: str) -> None:
     assert OPTIONS[option] in refused("bench", "serve", "--plan-only", option)
 
 
+def test_a_run_that_ends_in_its_warm_up_is_refused_before_anything_is_sent() -> None:
+    few = ("--num-prompts", "10", "--rps", "5", "--warmup", "6")
+    why = "nothing is left to measure: all 10 requests are sent within the warm-up of 6 s"
+    assert why in refused("bench", "serve", "--plan-only", *few)
+
+
 def test_a_trace_brings_its_own_rate() -> None:
     assert "use --target-rps" in refused("bench", "serve", "--plan-only", "--rps", "2", "--trace", "x")
 

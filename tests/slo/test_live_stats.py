@@ -15,7 +15,7 @@ from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.events import DraftLearning, DraftScores, FinishedRequest, IterationSample, Judged
 from adaserve.slo.forecast_types import ClassForecast, Forecast
 from adaserve.slo.prometheus import ServerMetrics
-from adaserve.slo.snapshot import MIN_LOST, build_snapshot
+from adaserve.slo.snapshot import FRESH_S, MIN_LOST, build_snapshot
 from adaserve.slo.stats import (
     BUCKET_S,
     HISTORY_S,
@@ -178,6 +178,24 @@ def test_figures_leave_the_window() -> None:
     assert snap.classes[0].total_requests == 2
     points = snap.history.attainment["coding"]
     assert points[0] == 0.0 and points[-1] == 1.0 and None in points
+
+
+def test_a_server_that_reads_long_prompts_is_not_shown_as_idle() -> None:
+    """No iteration ends for longer than its figures count as current."""
+    s, clock = stats()
+    s.load(0, 1, 0.3)
+    assert build_snapshot([s.state()]).queue == 1, "the first prompt of all"
+    s.iteration(iteration())
+    depth = build_snapshot([s.state()]).depth
+    for _ in range(3):
+        clock.now += 0.8 * FRESH_S
+        s.load(12, 30, 0.8)
+        snapshot = build_snapshot([s.state()])
+        assert (snapshot.running, snapshot.queue, snapshot.kv_use) == (12, 30, 0.8)
+        assert snapshot.depth == depth
+    clock.now += 2 * FRESH_S
+    s.load(0, 0, 0.0)
+    assert build_snapshot([s.state()]).running == 0
 
 
 def test_idle_server_shows_no_running_requests() -> None:

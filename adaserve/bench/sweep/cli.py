@@ -77,7 +77,7 @@ def bench_sweep(
     quick: Annotated[bool, _what("Two systems, one load, one seed: about four minutes.", "--quick")] = False,
     check_plain: Annotated[
         bool | None,
-        _what("Compare `none` with SGLang without speculation.", show_default="yes"),
+        _what("Compare `none` with SGLang without speculation.", show_default="yes, where `none` plays"),
     ] = None,
     trace: Annotated[
         Text, _traffic("Arrivals, lengths and classes from this file, at this host's rate.")
