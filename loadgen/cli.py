@@ -52,7 +52,10 @@ def bench_serve(
         Text, _load("Trace to replay for --duration: JSONL, Azure, BurstGPT, Mooncake or AdaServe file.")
     ] = None,
     start: Annotated[Number, _load("Skip this many seconds of the trace.")] = None,
-    target_rps: Annotated[Number, _load("Stretch the trace to this mean rate.")] = None,
+    target_rps: Annotated[
+        Number,
+        _load("Stretch the trace so that all of it has this mean rate; --duration plays a part of it."),
+    ] = None,
     time_scale: Annotated[Number, _load("Multiply the trace's times; 2 halves the load.")] = None,
     max_requests: Annotated[Count, _load("Send at most this many requests.")] = None,
     num_prompts: Annotated[

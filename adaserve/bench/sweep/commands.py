@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from adaserve.bench.display import progress
 from adaserve.bench.sweep.aggregate import Results
 from adaserve.bench.sweep.eta import Eta
 from adaserve.bench.sweep.plan import QUICK_POLICIES, SweepError, SweepPlan
@@ -192,8 +193,9 @@ def redraw(folder: Path, readme: Path | None, console: Console) -> None:
 def replay(folder: Path, console: Console) -> None:
     """The simulator on a folder's blocks: prints the comparison, and writes it there. Raises SweepError."""
     simulator = Simulator(Results(Store(folder)))
-    with console.status("replaying") as status:
-        found = simulator.agreements(lambda what: status.update(f"replaying {what}"))
+    with progress(console) as bar:
+        task = bar.add_task("replaying", total=simulator.steps)
+        found = simulator.agreements(lambda what: bar.update(task, advance=1, description=what))
     text = f"# The simulator on the same requests\n\n{simulator.acceptance}\n\n{markdown(found)}\n"
     (folder / "simulated.md").write_text(text, encoding="utf-8")
     write_json(folder / "simulated.json", to_json(found))

@@ -84,21 +84,32 @@ class Simulator:
             return "Drafts are accepted as often as the chains of this sweep were."
         return "No chain played, so the acceptance of drafts is the simulator's default."
 
+    @property
+    def steps(self) -> int:
+        """How often ``agreements`` tells what is replayed."""
+        played = [self._played(point) for point in self._results.points()]
+        return sum(len(here) + 2 * (self._results.default in here) for here in played)
+
+    def _played(self, point: Point) -> dict[str, Outcome]:
+        return {n: o for n, o in self._results.at(point).items() if n != STOCK_PRIORITY}
+
     def agreements(self, show: Callable[[str], None] = lambda _: None) -> list[SimulatorCheck]:
         """Every outcome that the simulator knows, and LIMIT and TOLD at each point.
 
-        ``show`` gets what is replayed next."""
+        ``show`` gets what was replayed."""
         found = []
         for point in self._results.points():
-            here = {n: o for n, o in self._results.at(point).items() if n != STOCK_PRIORITY}
+            here = self._played(point)
             engine = {n: Block.total(o.blocks.values()) for n, o in here.items()}
             for name, outcome in here.items():
-                show(f"{point.id} {name}")
                 found.append(SimulatorCheck(point, name, engine[name], self._replay(outcome)))
+                show(f"{point.id} {name}")
             if mine := here.get(self._results.default):
                 whole = engine[mine.policy]
-                found.append(SimulatorCheck(point, LIMIT, whole, self._replay(mine, LIMIT)))
-                found.append(SimulatorCheck(point, TOLD, whole, self._replay(mine, told=True)))
+                for name, told in ((LIMIT, False), (TOLD, True)):
+                    replayed = self._replay(mine, None if told else LIMIT, told)
+                    found.append(SimulatorCheck(point, name, whole, replayed))
+                    show(f"{point.id} {name}")
         return found
 
     def _replay(self, outcome: Outcome, policy: str | None = None, told: bool = False) -> Block:

@@ -230,7 +230,9 @@ def test_a_request_that_failed_is_as_long_as_others_of_its_class(tmp_path: Path)
 
 def test_every_system_is_replayed_and_the_limit_with_them(tmp_path: Path) -> None:
     store = served(tmp_path)
-    found = Simulator(Results(store)).agreements()
+    simulator, shown = Simulator(Results(store)), list[str]()
+    found = simulator.agreements(shown.append)
+    assert len(shown) == simulator.steps == len(found), "for a progress bar"
     assert {(a.point.load, a.policy) for a in found} == {
         (load, name) for load in (0.3, 0.6) for name in ("chain-2", "priced", LIMIT, TOLD)
     }
