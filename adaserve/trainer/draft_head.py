@@ -104,7 +104,9 @@ def learnable(folder: str, target: str) -> tuple[LlamaConfig, dict[str, str]]:
     config = LlamaConfig(**json.loads(Path(cached_file(folder, "config.json")).read_text()))
     with safe_open(cached_file(folder, _FILE), "pt") as f:
         names = {name: _plain(name) for name in f.keys()}  # noqa: SIM118 (it is not a mapping)
-    if config.num_hidden_layers != 1 or "lm_head.weight" not in names.values():
+    # SGLang serves a head with the target's matrix where its config has no size for one.
+    has_matrix = getattr(config, "draft_vocab_size", None) is not None and not config.tie_word_embeddings
+    if config.num_hidden_layers != 1 or not has_matrix or "lm_head.weight" not in names.values():
         raise ValueError("only EAGLE-3 heads of one layer, with an output matrix of their own, can learn")
     if getattr(config, "norm_output", False):
         raise ValueError("an EAGLE-3 head that reads what its final norm gives (norm_output) cannot learn")

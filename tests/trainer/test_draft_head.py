@@ -143,6 +143,8 @@ def test_a_head_learns_nothing_from_served_tokens_that_it_does_not_know(pair: tu
     ("change", "file", "why"),
     [
         ({"num_hidden_layers": 2}, "model.safetensors", "only EAGLE-3 heads of one layer"),
+        ({"draft_vocab_size": None}, "model.safetensors", "an output matrix of their own"),
+        ({"tie_word_embeddings": True}, "model.safetensors", "an output matrix of their own"),
         ({"norm_output": True}, "model.safetensors", "norm_output"),
         ({"hidden_size": 64}, "model.safetensors", "hidden size is not the target's"),
         ({"attention_bias": True}, "model.safetensors", "k_proj.bias is not as expected"),

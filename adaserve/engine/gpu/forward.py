@@ -202,7 +202,8 @@ class GpuForward:
         return self._replay(key, self._extent(key, batch), batch)
 
     def logits(self, states: tuple[Tensor, Tensor]) -> Tensor:
-        return states[0].float()  # their argmax is known, and nobody else reads them
+        # Their argmax is known, and nobody else reads them. Of a padded vocabulary SGLang gives a part.
+        return states[0].float().contiguous()
 
     def argmax(self, states: tuple[Tensor, Tensor]) -> Tensor:
         return states[1]
